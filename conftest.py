@@ -1,0 +1,25 @@
+"""Settings for every test, the doctests of the package and the code blocks of the README."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+
+import jaxmp
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+NAMESPACE = {"jax": jax, "jaxmp": jaxmp, "jnp": jnp, "np": np, "optax": optax}
+
+
+@pytest.fixture(autouse=True)
+def _doctest_names(doctest_namespace):
+    doctest_namespace.update(NAMESPACE)
+
+
+pytest_collect_file = Sybil(
+    parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"]
+).pytest()

@@ -1,0 +1,37 @@
+"""jaxmp: mixed precision for any JAX training step."""
+
+from jaxmp import checkpoint, optim
+from jaxmp._dtypes import half_dtype
+from jaxmp._tree import all_finite, cast_to_full, cast_to_half, select_tree
+from jaxmp.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jaxmp.optim import MixedPrecisionState, get_loss_scale, mixed_precision
+from jaxmp.policy import Policy, Recommendation, get_policy, recommend_policy
+from jaxmp.train import LossOutput, StepInfo, TrainState, make_train_step, value_and_grad
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DynamicLossScale",
+    "LossOutput",
+    "LossScale",
+    "MixedPrecisionState",
+    "NoOpLossScale",
+    "Policy",
+    "Recommendation",
+    "StaticLossScale",
+    "StepInfo",
+    "TrainState",
+    "all_finite",
+    "cast_to_full",
+    "cast_to_half",
+    "checkpoint",
+    "get_loss_scale",
+    "get_policy",
+    "half_dtype",
+    "make_train_step",
+    "mixed_precision",
+    "optim",
+    "recommend_policy",
+    "select_tree",
+    "value_and_grad",
+]

@@ -1,0 +1,114 @@
+"""Splitting a batch and accumulating its gradients in f32."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp import _tree
+from jaxmp._dtypes import dtype_of, is_inexact
+
+
+def check_count(microbatches: Any) -> None:
+    """Raises ValueError unless `microbatches` is an integer of at least 1."""
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches is {microbatches!r}, but must be an integer of at least 1.")
+
+
+def accumulate(
+    grads_of: Callable[[Any, Any, Any], tuple[Any, Any]],
+    batch: Any,
+    model_state: Any,
+    rng: Any,
+    microbatches: int,
+) -> tuple[Any, Any]:
+    """Returns the loss output and the gradients of a batch, microbatch by microbatch.
+
+    Args:
+        grads_of: from a microbatch, the model state and a PRNG key (or None) to a `LossOutput`
+            (whose weight is f32[]) and f32 gradients.
+        batch: a pytree of arrays of the same leading axis.
+        model_state: handed from each microbatch to the next.
+        rng: a PRNG key, or None; microbatch `i` gets `fold_in(rng, i)`.
+        microbatches: into how many parts to split; the batch stays whole for 1.
+    """
+    if microbatches == 1:
+        return grads_of(batch, model_state, rng)
+    parts = _split(batch, microbatches)
+
+    def body(carry: Any, indexed: Any) -> Any:
+        sums, total_weight, model_state = carry
+        index, part = indexed
+        part_rng = None if rng is None else jax.random.fold_in(rng, index)
+        output, grads = grads_of(part, model_state, part_rng)
+        weight = output.weight
+        sums = jax.tree.map(lambda s, g: s + _weigh(weight, g), sums, _floats(grads))
+        kept = dataclasses.replace(output, model_state=None)
+        return (sums, total_weight + weight, output.model_state), kept
+
+    first = jax.tree.map(lambda leaf: leaf[0], parts)
+    first_rng = None if rng is None else jax.random.fold_in(rng, jnp.int32(0))
+    _, shapes = jax.eval_shape(grads_of, first, model_state, first_rng)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), _floats(shapes))
+    carry = (zeros, jnp.float32(0), model_state)
+    indices = jnp.arange(microbatches, dtype=jnp.int32)
+    (sums, total_weight, model_state), outputs = lax.scan(body, carry, (indices, parts))
+
+    means = jax.tree.map(lambda s: s / total_weight.astype(s.dtype), sums)
+    grads = jax.tree.map(
+        lambda shape, mean: shape if mean is None else mean,
+        shapes,
+        means,
+        is_leaf=lambda leaf: leaf is None,
+    )
+    output = dataclasses.replace(
+        outputs,
+        loss=_weighted_mean(outputs.loss, outputs.weight),
+        weight=total_weight,
+        metrics=_merge_metrics(outputs.metrics, outputs.weight),
+        model_state=model_state,
+    )
+    return output, grads
+
+
+def _split(batch: Any, microbatches: int) -> Any:
+    def split(name: str, leaf: Any) -> Any:
+        shape = jnp.shape(leaf)
+        if not shape or shape[0] % microbatches:
+            raise ValueError(
+                f"Batch leaf {name!r} has shape {shape}, whose leading axis does not divide into "
+                f"{microbatches} microbatches. Change the batch size or microbatches."
+            )
+        return jnp.reshape(leaf, (microbatches, shape[0] // microbatches, *shape[1:]))
+
+    return _tree.map_named(split, batch)
+
+
+def _floats(grads: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf if is_inexact(dtype_of(leaf)) else None, grads)
+
+
+def _weigh(weight: jax.Array, value: jax.Array) -> jax.Array:
+    """`weight * value`, where a microbatch without weight counts for nothing, NaN included."""
+    weight = weight.reshape(weight.shape + (1,) * (value.ndim - weight.ndim))
+    return jnp.where(weight == 0, jnp.zeros_like(value), weight.astype(value.dtype) * value)
+
+
+def _weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
+    return jnp.sum(_weigh(weights, values)) / jnp.sum(weights).astype(values.dtype)
+
+
+def _merge_metrics(metrics: Any, weights: jax.Array) -> Any:
+    def merge(stacked: jax.Array) -> jax.Array:
+        if stacked.ndim > 1:
+            return stacked.reshape(-1, *stacked.shape[2:])
+        if is_inexact(dtype_of(stacked)):
+            return _weighted_mean(stacked, weights)
+        if stacked.dtype == jnp.bool_:
+            return jnp.all(stacked)
+        return jnp.sum(stacked, dtype=stacked.dtype)
+
+    return jax.tree.map(merge, metrics)

@@ -1,0 +1,319 @@
+"""Pytrees: casts, the finite check, selection, and the names of leaves."""
+
+import collections
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from jaxmp._dtypes import (
+    FLOAT32,
+    FLOAT64,
+    dtype_of,
+    half_dtype,
+    is_inexact,
+    is_real_float,
+    widened,
+)
+
+T = TypeVar("T")
+_Class = TypeVar("_Class", bound=type)
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """Returns a JAX key path as text: `"blocks/0/kernel"`; the root is the empty string."""
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """Returns the name of every leaf of `tree`, in the order of `jax.tree.leaves`.
+
+    Example:
+        >>> leaf_names({"head": {"kernel": 1.0}, "blocks": [2.0]})
+        ['blocks/0', 'head/kernel']
+    """
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of `tree` by name.
+
+    Raises:
+        ValueError: if two leaves have one name, as in `{"a/b": 1, "a": {"b": 2}}`.
+    """
+    pairs = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = {path_name(path) or "(root)": leaf for path, leaf in pairs}
+    if len(leaves) < len(pairs):
+        counts = collections.Counter(leaf_names(tree))
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        raise ValueError(f"Two leaves have one name: {', '.join(twice)}. Rename one of them.")
+    return leaves
+
+
+def map_named(fun: Callable[..., Any], tree: T, *rest: Any) -> T:
+    """`jax.tree.map` whose function gets the leaf's name first."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, *leaves: fun(path_name(path), *leaves), tree, *rest
+    )
+
+
+def cast_leaf(leaf: Any, dtype: np.dtype, *, float64: bool = False) -> Any:
+    """Casts one leaf if it is a real float array, and returns any other leaf as it is.
+
+    Args:
+        leaf: f16, bf16 or f32 arrays are cast, as JAX arrays (a NumPy array left in NumPy would
+            turn bf16 into f32 at its next operation with a Python number). A `ShapeDtypeStruct`
+            keeps its sharding. Python numbers are weakly typed already, and stay.
+        dtype: the dtype to cast to.
+        float64: whether float64 leaves are cast too.
+    """
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct):
+        return leaf
+    have = dtype_of(leaf)
+    if not (is_real_float(have) or (float64 and have == FLOAT64)):
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.update(dtype=dtype, weak_type=False)
+    if isinstance(leaf, jax.Array) and have == dtype and not leaf.aval.weak_type:
+        return leaf
+    return lax.convert_element_type(jnp.asarray(leaf), dtype)
+
+
+def cast_floats(tree: T, dtype: np.dtype, *, float64: bool = False) -> T:
+    """Casts the real float leaves of `tree`; see `cast_leaf`."""
+    return jax.tree.map(functools.partial(cast_leaf, dtype=dtype, float64=float64), tree)
+
+
+def cast_to_full(tree: T) -> T:
+    """Casts the f16, bf16 and f32 leaves of `tree` to float32 and leaves all others alone.
+
+    Args:
+        tree: any pytree. Integers, bools, complex and float64 arrays, fp8 arrays, PRNG keys,
+            Python numbers and opaque leaves pass through untouched.
+
+    Returns:
+        A tree of the same structure.
+
+    Example:
+        >>> cast_to_full({"w": jnp.ones(2, jnp.bfloat16), "step": 3})
+        {'step': 3, 'w': Array([1., 1.], dtype=float32)}
+    """
+    return cast_floats(tree, FLOAT32)
+
+
+def cast_to_half(tree: T) -> T:
+    """Casts the f16, bf16 and f32 leaves of `tree` to `half_dtype()`; see `cast_to_full`.
+
+    Example:
+        >>> cast_to_half({"w": jnp.ones(2)})["w"].dtype == half_dtype()
+        True
+    """
+    return cast_floats(tree, half_dtype())
+
+
+def widen_leaf(leaf: Any) -> Any:
+    """Returns an inexact leaf as a JAX array of at least float32, any other leaf as it is."""
+    dtype = dtype_of(leaf)
+    if not is_inexact(dtype):
+        return leaf
+    return lax.convert_element_type(jnp.asarray(leaf), widened(dtype))
+
+
+def strong(tree: T) -> T:
+    """Returns numeric leaves as strongly typed JAX arrays, so that a state is a fixed point."""
+
+    def leaf_fn(leaf: Any) -> Any:
+        dtype = dtype_of(leaf)
+        if dtype is None or isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        return lax.convert_element_type(jnp.asarray(leaf), dtype)
+
+    return jax.tree.map(leaf_fn, tree)
+
+
+def fresh_arrays(tree: T) -> T:
+    """Returns every leaf as a strongly typed JAX array with a buffer of its own.
+
+    A state of such leaves can be donated: nobody else holds a buffer, and none is in it twice.
+
+    Raises:
+        ValueError: for leaves that are neither arrays nor numbers.
+    """
+
+    def leaf_fn(name: str, leaf: Any) -> Any:
+        if not _is_array(leaf):
+            raise ValueError(
+                f"Leaf {name!r} is of type {type(leaf).__name__}, which a jitted step cannot "
+                "carry. Keep it out of the state, for example by closing over it."
+            )
+        return jnp.copy(leaf) if is_key(leaf) else jnp.array(leaf, dtype_of(leaf), copy=True)
+
+    return map_named(leaf_fn, tree)
+
+
+def like(tree: T, template: Any) -> T:
+    """Casts each numeric leaf of `tree` to the dtype of its counterpart in `template`."""
+
+    def leaf_fn(leaf: Any, want: Any) -> Any:
+        dtype = dtype_of(want)
+        if dtype is None or dtype_of(leaf) is None:
+            return leaf
+        return lax.convert_element_type(jnp.asarray(leaf), dtype)
+
+    return jax.tree.map(leaf_fn, tree, template)
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Returns whether every number in `tree` is finite.
+
+    Args:
+        tree: any pytree. Float arrays of any width, complex arrays (both parts) and Python floats
+            are looked at; integers, bools, PRNG keys, float0 arrays, None and opaque leaves are
+            passed over.
+
+    Returns:
+        bool[]; True for a tree without numbers.
+
+    Example:
+        >>> bool(all_finite({"w": jnp.ones(3), "step": 1, "key": jax.random.key(0)}))
+        True
+        >>> bool(all_finite([jnp.array([1.0, jnp.nan])]))
+        False
+    """
+    # A maximum of absolute values would be a little faster, but XLA's CPU maximum drops NaN.
+    flags = [
+        jnp.all(jnp.isfinite(_fp8_as_float32(leaf)))
+        for leaf in jax.tree.leaves(tree)
+        if is_inexact(dtype_of(leaf))
+    ]
+    return functools.reduce(operator.and_, flags, jnp.bool_(True))
+
+
+def _fp8_as_float32(leaf: Any) -> jax.Array:
+    array = jnp.asarray(leaf)
+    return array.astype(FLOAT32) if array.dtype.itemsize == 1 else array
+
+
+def select_tree(pred: Any, a: T, b: T) -> T:
+    """Returns `a` where `pred` is true, else `b`, leaf by leaf.
+
+    Args:
+        pred: bool[].
+        a: any pytree.
+        b: a pytree of the same structure, shapes and dtypes. Leaves that are no arrays (None,
+            strings, callables, float0) must be equal in both.
+
+    Returns:
+        A pytree like `a`.
+
+    Raises:
+        ValueError: if `pred` is no boolean scalar, or the leaves do not match.
+
+    Example:
+        >>> select_tree(jnp.bool_(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
+        {'w': Array([0., 0.], dtype=float32)}
+    """
+    if jnp.shape(pred) != () or dtype_of(pred) != np.dtype(bool):
+        got = f"{dtype_of(pred)}{list(jnp.shape(pred))}"
+        raise ValueError(f"pred is {got}, expected boolean scalar: reduce it with jnp.all first.")
+    return map_named(functools.partial(_select_leaf, pred), a, b)
+
+
+def _select_leaf(pred: Any, name: str, a: Any, b: Any) -> Any:
+    if _is_array(a) and _is_array(b):
+        if jnp.shape(a) != jnp.shape(b) or dtype_of(a) != dtype_of(b):
+            raise ValueError(
+                f"Leaf {name!r} is {_describe(a)} in one tree and {_describe(b)} in the other; "
+                "both must have the same shape and dtype. Cast or reshape one of them first."
+            )
+        return lax.select(pred, jnp.asarray(a), jnp.asarray(b))
+    if a is b or _equal(a, b):
+        return a
+    raise ValueError(
+        f"Leaf {name!r} is no array and differs: {a!r} and {b!r}. Only arrays can be selected "
+        "between; keep the same object in both trees."
+    )
+
+
+def _is_array(leaf: Any) -> bool:
+    return dtype_of(leaf) is not None or is_key(leaf)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether `leaf` is an array of typed PRNG keys."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_traced(leaf: Any) -> bool:
+    """Whether `leaf` has no value yet, because a function is being traced."""
+    return isinstance(leaf, Tracer)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
+        return a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    return type(a) is type(b) and a == b
+
+
+def _describe(leaf: Any) -> str:
+    return f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(jnp.shape(leaf))}"
+
+
+def register_state(data_fields: Sequence[str]) -> Callable[[_Class], _Class]:
+    """Class decorator: registers a frozen dataclass as a pytree node.
+
+    Unlike `jax.tree_util.register_dataclass`, unflattening does not run `__init__`: validation
+    happens once, when a person builds the object, and never on tracers or on device arrays (where
+    it would wait for the device).
+
+    Args:
+        data_fields: the fields that hold arrays; all others are static.
+    """
+    data_fields = tuple(data_fields)
+
+    def decorate(cls: _Class) -> _Class:
+        meta_fields = tuple(f.name for f in dataclasses.fields(cls) if f.name not in data_fields)
+
+        def flatten_with_keys(obj: Any) -> Any:
+            children = [
+                (jax.tree_util.GetAttrKey(name), getattr(obj, name)) for name in data_fields
+            ]
+            return children, tuple(getattr(obj, name) for name in meta_fields)
+
+        def flatten(obj: Any) -> Any:
+            return (
+                [getattr(obj, name) for name in data_fields],
+                tuple(getattr(obj, name) for name in meta_fields),
+            )
+
+        def unflatten(meta: Any, data: Any) -> Any:
+            obj = object.__new__(cls)
+            for name, value in (
+                *zip(data_fields, data, strict=True),
+                *zip(meta_fields, meta, strict=True),
+            ):
+                object.__setattr__(obj, name, value)
+            return obj
+
+        jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+        return cls
+
+    return decorate
+
+
+def replace_state(obj: T, **changes: Any) -> T:
+    """`dataclasses.replace` for a class of `register_state`, without running `__init__`."""
+    new = object.__new__(type(obj))
+    for field in dataclasses.fields(obj):  # type: ignore[arg-type]
+        value = changes.pop(field.name) if field.name in changes else getattr(obj, field.name)
+        object.__setattr__(new, field.name, value)
+    if changes:
+        raise TypeError(f"{type(obj).__name__} has no field {sorted(changes)}.")
+    return new

@@ -1,0 +1,237 @@
+"""The optax transform that a mixed precision program wraps its optimizer in."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxmp import _tree
+from jaxmp._dtypes import HALF_DTYPES, dtype_of, is_inexact
+from jaxmp._errors import bullet_list
+from jaxmp.loss_scale import as_loss_scale, default_loss_scale
+from jaxmp.policy import Policy, get_policy
+
+
+class MixedPrecisionState(NamedTuple):
+    """State of `mixed_precision`.
+
+    Attributes:
+        inner_state: the state of the wrapped transform; as it was after the last clean step.
+        loss_scale: the loss scale of the next step.
+        finite: bool[], whether the last step was clean.
+        step: i32[], steps attempted.
+        skipped_steps: i32[], steps skipped.
+        skip_streak: i32[], steps skipped in a row up to the last one.
+    """
+
+    inner_state: Any
+    loss_scale: Any
+    finite: jax.Array
+    step: jax.Array
+    skipped_steps: jax.Array
+    skip_streak: jax.Array
+
+
+def mixed_precision(
+    tx: optax.GradientTransformation, policy: Policy | str, loss_scale: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optax transform: checks gradients, skips overflows, carries the loss scale.
+
+    `update` takes the gradients of `jaxmp.value_and_grad`, which are already unscaled. It widens
+    them to f32, so that clipping, weight decay and noise work at their documented thresholds. If a
+    gradient is infinite or NaN the step is skipped: `tx`'s state, its schedules and counters with
+    it, stays as it was, bit for bit, the updates are -0.0 (the one number that changes no
+    parameter when added), and the loss scale backs off. Every float and complex gradient counts
+    in the check, those of parameters that `tx` freezes too.
+
+    Args:
+        tx: any optax transform or chain. Its `update` is traced on clean and on skipped steps.
+        policy: a policy or the name of one.
+        loss_scale: a loss scale; if left out, `DynamicLossScale()` for a policy that computes in
+            f16, else `NoOpLossScale()`.
+
+    Returns:
+        A transform whose state is a `MixedPrecisionState`. Integers, PRNG keys and other leaves
+        without a gradient may stand among the parameters: `tx` does not see them.
+
+    Raises:
+        ValueError: from `init`, if parameters are narrower than f32 or `tx` holds another
+            `mixed_precision`; from `update`, if the gradients have another structure.
+
+    Example:
+        >>> tx = mixed_precision(optax.sgd(0.5), "mixed_float16")
+        >>> params = {"w": jnp.ones(2)}
+        >>> state = tx.init(params)
+        >>> updates, state = tx.update({"w": jnp.array([1.0, jnp.inf])}, state, params)
+        >>> optax.apply_updates(params, updates)
+        {'w': Array([1., 1.], dtype=float32)}
+        >>> int(state.skipped_steps), float(get_loss_scale(state).loss_scale)
+        (1, 16384.0)
+    """
+    policy = get_policy(policy)
+    inner = optax.with_extra_args_support(tx)
+    if loss_scale is None:
+        computed_in = {p.compute_dtype for p in (policy, *(rule[1] for rule in policy.rules))}
+        loss_scale = default_loss_scale(computed_in)
+    first_loss_scale = as_loss_scale(loss_scale)
+
+    def init(params: Any) -> MixedPrecisionState:
+        _reject_half(params)
+        inner_state = inner.init(_inexact_only(params, params))
+        if _find_states(inner_state):
+            raise ValueError(
+                "The transform holds a mixed_precision already, which would scale and skip "
+                "twice. Wrap the whole chain once."
+            )
+        return MixedPrecisionState(
+            inner_state=_tree.strong(inner_state),
+            loss_scale=_tree.strong(first_loss_scale),
+            finite=jnp.bool_(True),
+            step=jnp.int32(0),
+            skipped_steps=jnp.int32(0),
+            skip_streak=jnp.int32(0),
+        )
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, MixedPrecisionState]:
+        _check_structure(updates, params)
+        grads = jax.tree.map(_tree.widen_leaf, updates)
+        finite = _tree.all_finite(grads)
+        leaves_like = grads if params is None else params
+        inner_updates, inner_state = inner.update(
+            _inexact_only(grads, leaves_like),
+            state.inner_state,
+            None if params is None else _inexact_only(params, params),
+            **extra_args,
+        )
+        one = jnp.int32(1)
+        return _gate_updates(finite, inner_updates, leaves_like), MixedPrecisionState(
+            inner_state=_select_state(finite, inner_state, state.inner_state),
+            loss_scale=_tree.like(state.loss_scale.adjust(finite), state.loss_scale),
+            finite=finite,
+            step=state.step + one,
+            skipped_steps=jnp.where(finite, state.skipped_steps, state.skipped_steps + one),
+            skip_streak=jnp.where(finite, 0, state.skip_streak + one),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def get_mixed_precision_state(opt_state: Any) -> MixedPrecisionState:
+    """Returns the `MixedPrecisionState` in any nesting of optimizer states.
+
+    Args:
+        opt_state: a pytree that holds exactly one, such as an optimizer state or a `TrainState`.
+
+    Raises:
+        ValueError: if it holds none, or several.
+
+    Example:
+        >>> tx = optax.chain(mixed_precision(optax.adam(1e-3), "mixed_float16"))
+        >>> int(get_mixed_precision_state(tx.init({"w": jnp.ones(2)})).step)
+        0
+    """
+    found = _find_states(opt_state)
+    if not found:
+        raise ValueError(
+            f"No loss scale in an optimizer state of type {type(opt_state).__name__}: wrap the "
+            "optimizer, tx = jaxmp.mixed_precision(tx, policy), and make the state with tx.init."
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"{len(found)} loss scales in one optimizer state, at:\n"
+            f"{bullet_list(path or '(root)' for path, _ in found)}\n"
+            "Pass the part of the state that belongs to this loss."
+        )
+    return found[0][1]
+
+
+def get_loss_scale(opt_state: Any) -> Any:
+    """Returns the loss scale that `mixed_precision` keeps in an optimizer state.
+
+    Args:
+        opt_state: a pytree that holds exactly one `MixedPrecisionState`, at any depth.
+
+    Raises:
+        ValueError: if it holds none, or several.
+
+    Example:
+        >>> tx = mixed_precision(optax.adam(1e-3), "mixed_float16")
+        >>> float(get_loss_scale(tx.init({"w": jnp.ones(2)})).loss_scale)
+        32768.0
+    """
+    return get_mixed_precision_state(opt_state).loss_scale
+
+
+def _find_states(tree: Any) -> list[tuple[str, MixedPrecisionState]]:
+    nodes = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, MixedPrecisionState)
+    )
+    return [
+        (_tree.path_name(path), node)
+        for path, node in nodes
+        if isinstance(node, MixedPrecisionState)
+    ]
+
+
+def _reject_half(params: Any) -> None:
+    half = [
+        f"{name}: {dtype_of(leaf)}"
+        for name, leaf in zip(_tree.leaf_names(params), jax.tree.leaves(params), strict=True)
+        if dtype_of(leaf) in HALF_DTYPES
+    ]
+    if half:
+        raise ValueError(
+            f"mixed_precision updates float32 parameters, but these are narrower:\n"
+            f"{bullet_list(half)}\n"
+            "Small updates would round away. Store them in float32 (jaxmp.cast_to_full); a policy "
+            "such as 'mixed_bfloat16' computes in half precision all the same."
+        )
+
+
+def _check_structure(grads: Any, params: Any) -> None:
+    if params is None:
+        return
+    have, want = set(_tree.leaf_names(grads)), set(_tree.leaf_names(params))
+    if jax.tree.structure(grads) == jax.tree.structure(params):
+        return
+    lines = [f"only in params: {name}" for name in sorted(want - have)]
+    lines += [f"only in gradients: {name}" for name in sorted(have - want)]
+    lines = lines or [f"{jax.tree.structure(grads)} against {jax.tree.structure(params)}"]
+    raise ValueError(
+        "Gradients and params have different structures:\n"
+        f"{bullet_list(lines)}\n"
+        "Pass the params that the gradients were taken for."
+    )
+
+
+def _inexact_only(tree: Any, leaves_like: Any) -> Any:
+    """Puts None, which optax passes over, in place of leaves that have no gradient."""
+    return jax.tree.map(
+        lambda leaf, like: leaf if is_inexact(dtype_of(like)) else None, tree, leaves_like
+    )
+
+
+def _gate_updates(finite: jax.Array, inner_updates: Any, leaves_like: Any) -> Any:
+    def gate(like: Any, update: Any) -> Any:
+        dtype = dtype_of(like)
+        if not is_inexact(dtype):
+            # Adding False or 0 leaves bools and integers as they are; nothing adds to the rest.
+            return np.zeros((), jax.dtypes.float0) if dtype is None else jnp.zeros_like(like)
+        update = jnp.asarray(update, dtype)
+        return jnp.where(finite, update, jnp.full_like(update, -0.0))
+
+    return jax.tree.map(gate, leaves_like, inner_updates, is_leaf=lambda leaf: leaf is None)
+
+
+def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "The wrapped transform returned a state of another structure than it was given: "
+            f"{jax.tree.structure(new)} against {jax.tree.structure(old)}. A jitted step needs "
+            "one structure; restore the state that tx.init gives for these params."
+        )
+    return _tree.select_tree(finite, _tree.like(new, old), old)

@@ -1,0 +1,394 @@
+"""The training step: gradients under a policy, the state that a step carries, and the step."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jaxmp import _microbatch, _tree
+from jaxmp._boundary import apply_policy
+from jaxmp._dtypes import dtype_of, is_inexact, widened
+from jaxmp._errors import bullet_list
+from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
+from jaxmp.optim import apply_updates, get_mixed_precision_state
+from jaxmp.policy import Policy, get_policy
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    policy: Policy | str,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    loss_scale: Any = None,
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` under a policy: true f32 loss and gradients, whatever was computed in.
+
+    The loss is widened to f32 before it is scaled, and what comes back is unscaled: it can be
+    logged, clipped and averaged over devices as it is. An overflow shows as infinite or NaN
+    gradients, while the loss stays finite if it is.
+
+    Args:
+        fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. It runs in the policy's
+            compute dtype, to which the float arguments are cast; integers, PRNG keys and opaque
+            arguments reach it untouched.
+        policy: a policy or the name of one.
+        argnums: the argument or arguments to differentiate, as in `jax.value_and_grad`. Their
+            float and complex leaves get gradients, other leaves a float0 zero.
+        has_aux: whether `fun` returns a pair; half precision leaves of `aux` are widened to the
+            policy's output dtype.
+        loss_scale: a loss scale, usually `get_loss_scale(opt_state)`; none if left out.
+
+    Returns:
+        A function of the arguments of `fun` that returns `(loss, grads)`, or
+        `((loss, aux), grads)`: loss f32[], gradients f32 (f64 and complex leaves in their dtype)
+        for parameters of any width.
+
+    Raises:
+        ValueError: when called, if the loss is no real scalar, if there is nothing to
+            differentiate, or if the policy names a recipe.
+
+    Example:
+        >>> def loss_fn(params, x):
+        ...     return jnp.mean((x @ params["w"]) ** 2)
+        >>> grad_fn = value_and_grad(loss_fn, "mixed_bfloat16")
+        >>> loss, grads = grad_fn({"w": jnp.ones((3, 1))}, jnp.ones((2, 3)))
+        >>> loss, grads["w"].dtype
+        (Array(9., dtype=float32), dtype('float32'))
+    """
+    policy = get_policy(policy)
+    loss_scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
+    low_fun = apply_policy(fun, policy)
+    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        chosen = tuple(args[position] for position in positions)
+        leaves, treedef = jax.tree.flatten(chosen)
+        # Differentiating f32 copies keeps a narrow parameter's gradient from being rounded.
+        floats = [_tree.widen_leaf(leaf) for leaf in leaves if _has_gradient(leaf)]
+        if not floats:
+            raise ValueError(
+                f"Nothing to differentiate: argument {argnums} has no float or complex leaves "
+                f"among its {len(leaves)}. Choose another argument with argnums."
+            )
+
+        def scaled_loss(floats: list[Any]) -> Any:
+            values = iter(floats)
+            merged = [next(values) if _has_gradient(leaf) else leaf for leaf in leaves]
+            full_args = list(args)
+            for position, arg in zip(positions, treedef.unflatten(merged), strict=True):
+                full_args[position] = arg
+            loss, aux = _split_aux(low_fun(*full_args, **kwargs), has_aux)
+            loss = _check_loss(loss)
+            return loss_scale.scale(loss), (loss, aux)
+
+        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(floats)
+        values = iter(loss_scale.unscale(grads))
+        grads = treedef.unflatten(
+            [next(values) if _has_gradient(leaf) else _no_gradient(leaf) for leaf in leaves]
+        )
+        grads = grads[0] if isinstance(argnums, int) else grads
+        return ((loss, aux) if has_aux else loss), grads
+
+    return wrapped
+
+
+def _has_gradient(leaf: Any) -> bool:
+    dtype = dtype_of(leaf)
+    return dtype is not None and is_inexact(dtype) and dtype.itemsize > 1
+
+
+def _no_gradient(leaf: Any) -> np.ndarray:
+    shape = leaf.shape if dtype_of(leaf) is not None and hasattr(leaf, "shape") else ()
+    return np.zeros(shape, jax.dtypes.float0)
+
+
+def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    if not has_aux:
+        return result, None
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(
+            f"With has_aux=True the function must return (loss, aux), got {type(result).__name__}."
+        )
+    return result
+
+
+def _check_loss(loss: Any) -> jax.Array:
+    dtype = dtype_of(loss)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.shape(loss) != ():
+        got = type(loss).__name__ if dtype is None else f"{dtype}{list(jnp.shape(loss))}"
+        raise ValueError(
+            f"The loss is {got}, but must be a real scalar: reduce it with jnp.mean, and return "
+            "other results with has_aux=True."
+        )
+    return _tree.widen_leaf(loss)
+
+
+@_tree.register_state(["loss", "weight", "metrics", "model_state"])
+@dataclasses.dataclass(frozen=True)
+class LossOutput:
+    """What a loss function may return to `make_train_step` in place of a bare loss.
+
+    Attributes:
+        loss: f32[], the mean loss of the microbatch.
+        weight: f32[], what that mean divides by (tokens, examples): microbatches are averaged by
+            it. 1 if left out.
+        metrics: a pytree to report. Over microbatches, float scalars are averaged by weight,
+            integer scalars are summed, bool scalars are and-ed, arrays are concatenated.
+        model_state: the new mutable state (batch statistics), of the structure of the old.
+
+    Example:
+        >>> LossOutput(jnp.float32(0.5), metrics={"correct": jnp.int32(3)}).weight
+    """
+
+    loss: Any
+    _: dataclasses.KW_ONLY
+    weight: Any = None
+    metrics: Any = dataclasses.field(default_factory=dict)
+    model_state: Any = None
+
+
+@_tree.register_state(["step", "params", "opt_state", "model_state", "rng", "ema_params"])
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Everything that a training step carries; make one with `TrainState.create`.
+
+    Attributes:
+        step: i32[], steps attempted.
+        params: f32 parameters, and any integers among them.
+        opt_state: the optimizer's state, with the loss scale in it.
+        model_state: mutable state such as batch statistics, or None.
+        rng: a PRNG key that never changes, or None; step `i` uses `jax.random.fold_in(rng, i)`.
+        ema_params: f32 exponential moving average of the parameters, or None.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    model_state: Any = None
+    rng: Any = None
+    ema_params: Any = None
+
+    @classmethod
+    def create(
+        cls,
+        params: Any,
+        tx: optax.GradientTransformation,
+        *,
+        model_state: Any = None,
+        rng: Any = None,
+        ema: bool = False,
+    ) -> "TrainState":
+        """Returns the state before the first step.
+
+        Args:
+            params: the parameters. They are copied, since a step donates its state.
+            tx: the transform that `make_train_step` will get, for its initial state.
+            model_state: mutable state that the loss function takes and returns.
+            rng: a PRNG key for the loss function.
+            ema: whether to keep a moving average of the parameters.
+
+        Raises:
+            ValueError: if a leaf is no array.
+
+        Example:
+            >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
+            >>> state = TrainState.create({"w": jnp.ones(2)}, tx)
+            >>> int(state.step)
+            0
+        """
+        params = _tree.fresh_arrays(params)
+        return cls(
+            step=jnp.int32(0),
+            params=params,
+            opt_state=_tree.fresh_arrays(tx.init(params)),
+            model_state=_tree.fresh_arrays(model_state),
+            rng=_tree.fresh_arrays(rng),
+            ema_params=_tree.fresh_arrays(jax.tree.map(_tree.widen_leaf, params)) if ema else None,
+        )
+
+
+@_tree.register_state(
+    [
+        "step",
+        "loss",
+        "grad_norm",
+        "loss_scale",
+        "skipped",
+        "skipped_steps",
+        "skip_streak",
+        "metrics",
+    ]
+)
+@dataclasses.dataclass(frozen=True)
+class StepInfo:
+    """What a training step reports; device arrays, so that nothing waits for them.
+
+    Attributes:
+        step: i32[], steps attempted, this one included.
+        loss: f32[], the true loss.
+        grad_norm: f32[], the global norm of the true gradients.
+        loss_scale: f32[], the scale that this step used.
+        skipped: bool[], whether the step was skipped because of infinite or NaN gradients.
+        skipped_steps: i32[], steps skipped so far.
+        skip_streak: i32[], steps skipped in a row up to this one.
+        metrics: what the loss function reported.
+    """
+
+    step: jax.Array
+    loss: jax.Array
+    grad_norm: jax.Array
+    loss_scale: jax.Array
+    skipped: jax.Array
+    skipped_steps: jax.Array
+    skip_streak: jax.Array
+    metrics: Any
+
+
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    policy: Policy | str,
+    *,
+    microbatches: int = 1,
+    ema_decay: float | None = None,
+    donate: bool = True,
+) -> Callable[[TrainState, Any], tuple[TrainState, StepInfo]]:
+    """Returns a jitted training step.
+
+    A step whose gradients (after accumulation) are not finite is skipped: everything but the step
+    counter, the loss scale and the skip counters stays as it was, bit for bit.
+
+    Args:
+        loss_fn: called as `loss_fn(params, batch)`, with the keyword `model_state` and the
+            keyword `rng` too if the `TrainState` has them. Returns a scalar mean loss or a
+            `LossOutput`. It runs in the policy's compute dtype; `model_state` reaches it uncast.
+        tx: a transform wrapped in `mixed_precision` (which may itself be wrapped or chained).
+        policy: a policy or the name of one.
+        microbatches: into how many equal parts to split the leading axis of the batch. They run
+            one after the other, gradients accumulate in f32, and one update follows.
+        ema_decay: the decay of the moving average; needs `TrainState.create(..., ema=True)`.
+        donate: whether the state's memory is reused for the new state; the old one is gone then.
+
+    Returns:
+        `step(state, batch) -> (state, StepInfo)`, a `jax.jit` function.
+
+    Raises:
+        ValueError: for options out of range; when traced, for a batch that does not split, a
+            state that does not fit, or a loss that is no scalar.
+
+    Example:
+        >>> def loss_fn(params, batch):
+        ...     return jnp.mean((batch @ params["w"]) ** 2)
+        >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16")
+        >>> step = make_train_step(loss_fn, tx, "mixed_float16", microbatches=2)
+        >>> state = TrainState.create({"w": jnp.ones((3, 1))}, tx)
+        >>> state, info = step(state, jnp.ones((4, 3)))
+        >>> float(info.loss), float(info.loss_scale), bool(info.skipped)
+        (9.0, 32768.0, False)
+    """
+    policy, tx = get_policy(policy), optax.with_extra_args_support(tx)
+    _microbatch.check_count(microbatches)
+    if ema_decay is not None and not 0 <= ema_decay < 1:
+        raise ValueError(f"ema_decay is {ema_decay!r}, but lies in [0, 1): use 0.999.")
+
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        if (ema_decay is None) != (state.ema_params is None):
+            raise ValueError(
+                f"ema_decay is {ema_decay}, but the state was created with "
+                f"ema={state.ema_params is not None}. Use both or neither."
+            )
+        before = get_mixed_precision_state(state.opt_state)
+        rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
+
+        def grads_of(part: Any, model_state: Any, rng: Any) -> tuple[LossOutput, Any]:
+            fun = functools.partial(_call_loss, loss_fn, model_state, rng)
+            grad_fn = value_and_grad(fun, policy, has_aux=True, loss_scale=before.loss_scale)
+            (loss, output), grads = grad_fn(state.params, part)
+            return dataclasses.replace(output, loss=loss), grads
+
+        output, grads = _microbatch.accumulate(
+            grads_of, batch, state.model_state, rng, microbatches
+        )
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=output.loss)
+        after = get_mixed_precision_state(opt_state)
+        params = apply_updates(state.params, updates)
+        new_state = TrainState(
+            step=state.step + jnp.int32(1),
+            params=params,
+            opt_state=opt_state,
+            model_state=_tree.select_tree(after.finite, output.model_state, state.model_state),
+            rng=state.rng,
+            ema_params=_update_ema(after.finite, ema_decay, state.ema_params, params),
+        )
+        return new_state, StepInfo(
+            step=new_state.step,
+            loss=output.loss,
+            grad_norm=_global_norm(grads),
+            loss_scale=jnp.asarray(before.loss_scale.loss_scale, jnp.float32),
+            skipped=~after.finite,
+            skipped_steps=after.skipped_steps,
+            skip_streak=after.skip_streak,
+            metrics=output.metrics,
+        )
+
+    return jax.jit(step, donate_argnums=(0,) if donate else ())
+
+
+def _call_loss(
+    loss_fn: Callable[..., Any], model_state: Any, rng: Any, params: Any, batch: Any
+) -> tuple[Any, LossOutput]:
+    given = {"model_state": model_state, "rng": rng}
+    result = loss_fn(params, batch, **{k: v for k, v in given.items() if v is not None})
+    output = result if isinstance(result, LossOutput) else LossOutput(result)
+    if model_state is None and output.model_state is not None:
+        raise ValueError(
+            "The loss function returned a model_state, but the TrainState has none. Give the "
+            "initial one to TrainState.create(..., model_state=...)."
+        )
+    kept = model_state if output.model_state is None else output.model_state
+    if jax.tree.structure(kept) != jax.tree.structure(model_state):
+        names = set(_tree.leaf_names(kept)) ^ set(_tree.leaf_names(model_state))
+        raise ValueError(
+            "The loss function returned a model_state of another structure than it was given; "
+            f"leaves in only one of them:\n{bullet_list(sorted(names))}\n"
+            "Return every leaf of the model_state."
+        )
+    weight = jnp.float32(1) if output.weight is None else output.weight
+    if dtype_of(weight) is None or jnp.shape(weight) != ():
+        raise ValueError(f"The weight has shape {jnp.shape(weight)}, but must be a scalar.")
+    weight = lax.stop_gradient(jnp.asarray(weight).astype(jnp.float32))
+    aux = LossOutput(
+        None, weight=weight, metrics=output.metrics, model_state=_tree.like(kept, model_state)
+    )
+    return output.loss, aux
+
+
+def _global_norm(grads: Any) -> jax.Array:
+    """Returns the global 2-norm of the float and complex leaves: f32[], or f64[] for f64 ones."""
+    leaves = [leaf for leaf in jax.tree.leaves(grads) if is_inexact(dtype_of(leaf))]
+    squares = [jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32) for leaf in leaves]
+    return jnp.sqrt(functools.reduce(jnp.add, squares))
+
+
+def _update_ema(finite: jax.Array, decay: float | None, ema: Any, params: Any) -> Any:
+    if decay is None:
+        return None
+
+    def leaf_fn(average: Any, param: Any) -> Any:
+        dtype = dtype_of(average)
+        if not is_inexact(dtype):
+            return param
+        wide = widened(dtype)
+        step = jnp.asarray(1 - decay, jnp.float32).astype(wide)
+        moved = average + step * (lax.convert_element_type(param, wide) - average)
+        return jnp.where(finite, moved, average)
+
+    return jax.tree.map(leaf_fn, ema, params)
