@@ -289,10 +289,10 @@ def make_train_step(
         ...     return jnp.mean((batch @ params["w"]) ** 2)
         >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16")
         >>> step = make_train_step(loss_fn, tx, "mixed_float16", microbatches=2)
-        >>> state = TrainState.create({"w": jnp.ones((3, 1))}, tx)
+        >>> state = TrainState.create({"w": jnp.full((3, 1), 0.25)}, tx)
         >>> state, info = step(state, jnp.ones((4, 3)))
         >>> float(info.loss), float(info.loss_scale), bool(info.skipped)
-        (9.0, 32768.0, False)
+        (0.5625, 32768.0, False)
     """
     policy, tx = get_policy(policy), optax.with_extra_args_support(tx)
     _microbatch.check_count(microbatches)
