@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxmp._dtypes import BFLOAT16, FLOAT16, FLOAT32
 
-_BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "FEAT_BF16"})
+BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "FEAT_BF16"})
 
 
 def best_compute_dtype(device: Any) -> tuple[np.dtype, str]:
@@ -45,7 +45,7 @@ def _best_on_gpu(device: Any) -> tuple[np.dtype, str]:
 
 
 def _best_on_cpu(flags: frozenset[str]) -> tuple[np.dtype, str]:
-    found = sorted(flags & _BF16_CPU_FLAGS)
+    found = sorted(flags & BF16_CPU_FLAGS)
     if found:
         return BFLOAT16, f"This processor multiplies bfloat16 ({', '.join(found)})."
     return FLOAT32, "This processor has no bfloat16 instructions, so float32 is the fastest."
@@ -65,7 +65,11 @@ def cpu_flags() -> frozenset[str]:
 
 
 def _linux_cpu_flags() -> frozenset[str]:
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    return parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
+
+
+def parse_cpuinfo(text: str) -> frozenset[str]:
+    """Returns the features that Linux lists for the first processor in `/proc/cpuinfo`."""
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return frozenset(found[1].split()) if found else frozenset()
 

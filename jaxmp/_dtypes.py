@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from jaxmp._errors import did_you_mean
+from jaxmp._errors import nearest
 
 FLOAT16 = np.dtype(np.float16)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -59,26 +59,25 @@ def parse_dtype(value: Any) -> np.dtype:
     if value == "half":
         return half_dtype()
     try:
-        dtype = _DTYPE_OF_NAME.get(value) if isinstance(value, str) else np.dtype(value)
+        # np.dtype(None) would be float64.
+        names = value is None or isinstance(value, str)
+        dtype = _DTYPE_OF_NAME.get(value or "") if names else np.dtype(value)
     except TypeError:
         dtype = None
     if dtype is None or dtype not in _NAMES:
-        raise ValueError(_unknown_dtype(value))
+        raise ValueError(_unknown_dtype(value, dtype))
     return dtype
 
 
-def _unknown_dtype(value: Any) -> str:
+def _unknown_dtype(value: Any, dtype: np.dtype | None) -> str:
     names = ", ".join(names[0] for names in _NAMES.values())
-    if str(value).startswith("float8") or str(value).startswith("fp8"):
+    given = str(value) if dtype is None else dtype.name
+    near = nearest(given, _DTYPE_OF_NAME)
+    if given.startswith(("float8", "fp8")):
         hint = " An fp8 format is chosen by the policy's recipe, not by a dtype."
     else:
-        near = did_you_mean(str(value), _DTYPE_OF_NAME)
-        hint = near and f" Did you mean {_canonical_name(near.split(chr(39))[1])!r}?"
-    return f"Unknown dtype {str(value)!r}. Use one of {names}.{hint}"
-
-
-def _canonical_name(name: str) -> str:
-    return _NAMES[_DTYPE_OF_NAME[name]][0]
+        hint = f" Did you mean {_NAMES[_DTYPE_OF_NAME[near]][0]!r}?" if near else ""
+    return f"Unknown dtype {given!r}. Use one of {names}.{hint}"
 
 
 def dtype_name(dtype: np.dtype) -> str:

@@ -11,8 +11,15 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
         >>> did_you_mean("flaot32", ["float32", "float16"])
         " Did you mean 'float32'?"
     """
-    close = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    close = nearest(word, choices)
+    return f" Did you mean {close!r}?" if close else ""
+
+
+def nearest(word: str, choices: Iterable[str]) -> str | None:
+    """Returns the choice most like `word`, one with the same letters first, or None."""
+    close = difflib.get_close_matches(word, list(choices), n=5, cutoff=0.6)
+    swapped = [choice for choice in close if sorted(choice) == sorted(word)]
+    return next(iter(swapped + close), None)
 
 
 def bullet_list(lines: Iterable[str], limit: int = 20) -> str:

@@ -318,7 +318,8 @@ def _positive_or_zero(value: Any, name: str) -> float:
 
 def _positive(value: Any, name: str) -> float:
     is_number = dtype_of(value) is not None and jnp.shape(value) == ()
-    number = float(np.float32(value)) if is_number else math.nan
+    with np.errstate(over="ignore"):
+        number = float(np.float32(value)) if is_number else math.nan
     if not (number > 0 and math.isfinite(number)):
         raise ValueError(
             f"{name} is {value!r}, but must be a positive finite number. Use a power of two such "
