@@ -5,12 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import settings
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
 import jaxmp
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# The same examples in every run, and no verdict by the clock: compilation takes its time.
+settings.register_profile("jaxmp", deadline=None, derandomize=True)
+settings.load_profile("jaxmp")
 
 NAMESPACE = {"jax": jax, "jaxmp": jaxmp, "jnp": jnp, "np": np, "optax": optax}
 

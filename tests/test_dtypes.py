@@ -35,7 +35,11 @@ def test_parse_dtype_gives_canonical_np_dtypes(value, want):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("fp61", "Unknown dtype 'fp61'. Use one of float32, bfloat16, float16, float64. Did you mean 'float16'?"),
+        (
+            "fp61",
+            "Unknown dtype 'fp61'. Use one of float32, bfloat16, float16, float64. "
+            "Did you mean 'float16'?",
+        ),
         ("flaot32", "Did you mean 'float32'?"),
         ("float8_e4m3fn", "recipe"),
         (jnp.float8_e5m2, "recipe"),
@@ -56,7 +60,7 @@ def test_dtype_of_knows_what_jax_makes_of_a_leaf():
     assert _dtypes.dtype_of(np.ones(2)) == want_float64
     assert _dtypes.dtype_of(np.float64(1)) == want_float64
     assert _dtypes.dtype_of(1.0) == want_float64
-    assert _dtypes.dtype_of(True) == bool
+    assert _dtypes.dtype_of(True) == jnp.bool_
     assert _dtypes.dtype_of(jnp.ones(2, jnp.float8_e4m3fn)) == jnp.float8_e4m3fn
     assert _dtypes.dtype_of(jax.ShapeDtypeStruct((2,), jnp.bfloat16)) == jnp.bfloat16
     float0 = np.zeros((2,), jax.dtypes.float0)

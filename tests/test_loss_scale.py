@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxmp
-import jaxmp.linen  # noqa: F401  registers the states with flax.serialization
+import jaxmp.linen
+from jaxmp.loss_scale import as_loss_scale
 from tests.test_tree import odd_tree
 
 MODES = ["eager", "jit", "scan"]
@@ -297,8 +298,6 @@ def test_sequences_equal_jmps_between_the_bounds(flags, period, start, factor):
 
 
 def test_jmps_objects_are_taken():
-    from jaxmp.loss_scale import as_loss_scale
-
     theirs = jmp.DynamicLossScale(jnp.float32(8), jnp.int32(1), 7, 4, jnp.float32(0.5))
     ours = as_loss_scale(theirs)
     assert (float(ours.loss_scale), int(ours.counter)) == (8.0, 1)

@@ -29,9 +29,8 @@ def _escape(text):
 
 def plain_policies():
     recipes = st.none() | st.from_regex(r"[A-Za-z]\w{0,6}", fullmatch=True)
-    return st.builds(
-        jaxmp.Policy, dtypes, dtypes, dtypes, accum_dtype=dtypes, reduce_dtype=dtypes, recipe=recipes
-    )  # fmt: skip
+    more = {"accum_dtype": dtypes, "reduce_dtype": dtypes, "recipe": recipes}
+    return st.builds(jaxmp.Policy, dtypes, dtypes, dtypes, **more)
 
 
 @st.composite
@@ -235,7 +234,7 @@ def device(platform, kind="", **attributes):
         (device("gpu", "Tesla V100", compute_capability="7.0"), "mixed_float16", "7.0"),
         (device("gpu", "NVIDIA A100", compute_capability="8.0"), "mixed_bfloat16", "8.0"),
         (device("gpu", "NVIDIA B200", compute_capability="10.0"), "mixed_bfloat16", "10.0"),
-        (device("gpu", "AMD Instinct MI300X", compute_capability="gfx942"), "mixed_bfloat16", "AMD"),
+        (device("gpu", "AMD MI300X", compute_capability="gfx942"), "mixed_bfloat16", "AMD"),
         (device("gpu", "some GPU"), "mixed_bfloat16", "not an NVIDIA GPU"),
         (device("metal", "Apple M3"), "float32", "not known"),
     ],
