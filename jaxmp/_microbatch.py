@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmp import _tree
@@ -58,12 +59,7 @@ def accumulate(
     (sums, total_weight, model_state), outputs = lax.scan(body, carry, (indices, parts))
 
     means = jax.tree.map(lambda s: s / total_weight.astype(s.dtype), sums)
-    grads = jax.tree.map(
-        lambda shape, mean: shape if mean is None else mean,
-        shapes,
-        means,
-        is_leaf=lambda leaf: leaf is None,
-    )
+    grads = jax.tree.map(_mean_or_float0, shapes, means, is_leaf=lambda leaf: leaf is None)
     output = dataclasses.replace(
         outputs,
         loss=_weighted_mean(outputs.loss, outputs.weight),
@@ -89,6 +85,12 @@ def _split(batch: Any, microbatches: int) -> Any:
 
 def _floats(grads: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf if is_inexact(dtype_of(leaf)) else None, grads)
+
+
+def _mean_or_float0(shape: Any, mean: Any) -> Any:
+    if shape is None or mean is not None:
+        return mean
+    return np.zeros(shape.shape, jax.dtypes.float0)
 
 
 def _weigh(weight: jax.Array, value: jax.Array) -> jax.Array:

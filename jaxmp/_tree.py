@@ -187,18 +187,26 @@ def all_finite(tree: Any) -> jax.Array:
         >>> bool(all_finite([jnp.array([1.0, jnp.nan])]))
         False
     """
-    # A maximum of absolute values would be a little faster, but XLA's CPU maximum drops NaN.
-    flags = [
-        jnp.all(jnp.isfinite(_fp8_as_float32(leaf)))
-        for leaf in jax.tree.leaves(tree)
-        if is_inexact(dtype_of(leaf))
-    ]
+    flags = [_leaf_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
     return functools.reduce(operator.and_, flags, jnp.bool_(True))
 
 
-def _fp8_as_float32(leaf: Any) -> jax.Array:
+def first_nonfinite(tree: Any) -> jax.Array:
+    """Returns the index of the first leaf that `all_finite` would reject: i32[], -1 for none."""
+    flags = [_leaf_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
+    if not flags:
+        return jnp.int32(-1)
+    bad = ~jnp.stack(flags)
+    return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
+
+
+def _leaf_is_finite(leaf: Any) -> jax.Array:
+    dtype = dtype_of(leaf)
+    if not is_inexact(dtype):
+        return jnp.bool_(True)
     array = jnp.asarray(leaf)
-    return array.astype(FLOAT32) if array.dtype.itemsize == 1 else array
+    # A maximum of absolute values would be a little faster, but XLA's CPU maximum drops NaN.
+    return jnp.all(jnp.isfinite(array.astype(FLOAT32) if dtype.itemsize == 1 else array))
 
 
 def select_tree(pred: Any, a: T, b: T) -> T:

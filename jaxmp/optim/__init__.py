@@ -6,6 +6,7 @@ from jaxmp.optim._mixed_precision import (
     get_loss_scale,
     get_mixed_precision_state,
     mixed_precision,
+    raise_for_skips,
 )
 
 __all__ = [
@@ -14,4 +15,5 @@ __all__ = [
     "get_loss_scale",
     "get_mixed_precision_state",
     "mixed_precision",
+    "raise_for_skips",
 ]

@@ -20,7 +20,8 @@ class MixedPrecisionState(NamedTuple):
     Attributes:
         inner_state: the state of the wrapped transform; as it was after the last clean step.
         loss_scale: the loss scale of the next step.
-        finite: bool[], whether the last step was clean.
+        nonfinite_leaf: i32[], which gradient, counted in the order of `jax.tree.leaves`, was the
+            first that was infinite or NaN in the last step; -1 if the step was clean.
         step: i32[], steps attempted.
         skipped_steps: i32[], steps skipped.
         skip_streak: i32[], steps skipped in a row up to the last one.
@@ -28,10 +29,15 @@ class MixedPrecisionState(NamedTuple):
 
     inner_state: Any
     loss_scale: Any
-    finite: jax.Array
+    nonfinite_leaf: jax.Array
     step: jax.Array
     skipped_steps: jax.Array
     skip_streak: jax.Array
+
+    @property
+    def finite(self) -> jax.Array:
+        """bool[], whether the last step was clean."""
+        return self.nonfinite_leaf < 0
 
 
 def mixed_precision(
@@ -44,7 +50,8 @@ def mixed_precision(
     gradient is infinite or NaN the step is skipped: `tx`'s state, its schedules and counters with
     it, stays as it was, bit for bit, the updates are -0.0 (the one number that changes no
     parameter when added), and the loss scale backs off. Every float and complex gradient counts
-    in the check, those of parameters that `tx` freezes too.
+    in the check, those of parameters that `tx` freezes too. Wrap last, around `optax.MultiSteps`
+    too: its accumulators, left outside, would keep a NaN for ever.
 
     Args:
         tx: any optax transform or chain. Its `update` is traced on clean and on skipped steps.
@@ -88,7 +95,7 @@ def mixed_precision(
         return MixedPrecisionState(
             inner_state=_tree.strong(inner_state),
             loss_scale=_tree.strong(first_loss_scale),
-            finite=jnp.bool_(True),
+            nonfinite_leaf=jnp.int32(-1),
             step=jnp.int32(0),
             skipped_steps=jnp.int32(0),
             skip_streak=jnp.int32(0),
@@ -99,19 +106,23 @@ def mixed_precision(
     ) -> tuple[Any, MixedPrecisionState]:
         _check_structure(updates, params)
         grads = jax.tree.map(_tree.widen_leaf, updates)
-        finite = _tree.all_finite(grads)
+        nonfinite_leaf = _tree.first_nonfinite(grads)
+        finite = nonfinite_leaf < 0
         leaves_like = grads if params is None else params
-        inner_updates, inner_state = inner.update(
-            _inexact_only(grads, leaves_like),
-            state.inner_state,
-            None if params is None else _inexact_only(params, params),
-            **extra_args,
-        )
+        # Optax's own transforms do not run under strict promotion (they mix f32 and counters);
+        # all float leaves are f32 here, so nothing is narrowed or widened by it.
+        with jax.numpy_dtype_promotion("standard"):
+            inner_updates, inner_state = inner.update(
+                _inexact_only(grads, leaves_like),
+                state.inner_state,
+                None if params is None else _inexact_only(params, params),
+                **extra_args,
+            )
         one = jnp.int32(1)
         return _gate_updates(finite, inner_updates, leaves_like), MixedPrecisionState(
             inner_state=_select_state(finite, inner_state, state.inner_state),
             loss_scale=_tree.like(state.loss_scale.adjust(finite), state.loss_scale),
-            finite=finite,
+            nonfinite_leaf=nonfinite_leaf,
             step=state.step + one,
             skipped_steps=jnp.where(finite, state.skipped_steps, state.skipped_steps + one),
             skip_streak=jnp.where(finite, 0, state.skip_streak + one),
@@ -166,6 +177,42 @@ def get_loss_scale(opt_state: Any) -> Any:
     return get_mixed_precision_state(opt_state).loss_scale
 
 
+def raise_for_skips(opt_state: Any, params: Any, *, limit: int = 100) -> None:
+    """Raises if the last `limit` steps were all skipped: loss scaling cannot help then.
+
+    Waits for the device, so call it where the loss is logged rather than at every step.
+
+    Args:
+        opt_state: a pytree that holds exactly one `MixedPrecisionState`.
+        params: the parameters, for the names of leaves.
+        limit: how many skipped steps in a row are too many.
+
+    Raises:
+        FloatingPointError: names the first gradient that was infinite or NaN in the last step.
+
+    Example:
+        >>> tx, params = mixed_precision(optax.sgd(0.1), "mixed_float16"), {"w": jnp.ones(2)}
+        >>> state = tx.init(params)
+        >>> for _ in range(3):
+        ...     _, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, state, params)
+        >>> raise_for_skips(state, params, limit=3)
+        Traceback (most recent call last):
+        ...
+        FloatingPointError: 3 steps in a row were skipped, ...'w'...
+    """
+    state = get_mixed_precision_state(opt_state)
+    streak, index = (int(x) for x in jax.device_get((state.skip_streak, state.nonfinite_leaf)))
+    if streak < limit:
+        return
+    name = _tree.leaf_names(params)[index]
+    raise FloatingPointError(
+        f"{streak} steps in a row were skipped, and the loss scale is down to "
+        f"{float(state.loss_scale.loss_scale)}. The first gradient that is infinite or NaN is "
+        f"that of {name!r}. Loss scaling cannot help against a gradient that is not finite at "
+        "any scale: look for a NaN in the data, a division by zero, or an infinity times zero."
+    )
+
+
 def _find_states(tree: Any) -> list[tuple[str, MixedPrecisionState]]:
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, MixedPrecisionState)
@@ -218,6 +265,8 @@ def _inexact_only(tree: Any, leaves_like: Any) -> Any:
 def _gate_updates(finite: jax.Array, inner_updates: Any, leaves_like: Any) -> Any:
     def gate(like: Any, update: Any) -> Any:
         dtype = dtype_of(like)
+        if like is None:
+            return None
         if not is_inexact(dtype):
             # Adding False or 0 leaves bools and integers as they are; nothing adds to the rest.
             return np.zeros((), jax.dtypes.float0) if dtype is None else jnp.zeros_like(like)
