@@ -1,5 +1,6 @@
 """The manifest of a checkpoint: what each leaf was, and whether a template fits it."""
 
+import math
 import warnings
 from typing import Any
 
@@ -23,6 +24,9 @@ _PYTHON = {
 }
 
 
+_STORABLE = {"bfloat16", "int4", "float8_e4m3fn", "float8_e5m2"}
+
+
 class CheckpointMismatchError(ValueError):
     """A checkpoint does not fit the template; the message lists the leaves."""
 
@@ -30,8 +34,9 @@ class CheckpointMismatchError(ValueError):
 def describe(leaves: dict[str, Any]) -> dict[str, Entry]:
     """Returns the manifest of a state's leaves.
 
-    The kind of an entry is "array" (also a PRNG key, with its implementation), "empty" (an array
-    without elements, which is not stored) or "python" (the value stands in the manifest).
+    The kind of an entry is "array" (also a PRNG key, with its implementation), "bytes" (an array
+    stored as uint8), "empty" (an array without elements, which is not stored) or "python" (the
+    value stands in the manifest).
 
     Raises:
         ValueError: lists the leaves that cannot be saved.
@@ -55,13 +60,16 @@ def _entry(leaf: Any) -> Entry:
     kind = type(leaf).__name__
     if kind in _PYTHON:
         return {"kind": "python", "dtype": kind, "shape": [], "value": _PYTHON[kind][0](leaf)}
-    if _tree.is_key(leaf):
-        kind = "array" if leaf.size else "empty"
-        impl = f"key<{jax.random.key_impl(leaf)}>"
-        return {"kind": kind, "dtype": impl, "shape": list(leaf.shape)}
-    size = int(np.prod(leaf.shape))
-    kind = "array" if size else "empty"
-    return {"kind": kind, "dtype": str(leaf.dtype), "shape": list(leaf.shape)}
+    is_key = _tree.is_key(leaf)
+    dtype = f"key<{jax.random.key_impl(leaf)}>" if is_key else str(leaf.dtype)
+    kind = "array" if is_key or _is_storable(leaf.dtype) else "bytes"
+    kind = kind if math.prod(leaf.shape) else "empty"
+    return {"kind": kind, "dtype": dtype, "shape": list(leaf.shape)}
+
+
+def _is_storable(dtype: np.dtype) -> bool:
+    """Whether TensorStore has the dtype: NumPy's own ones, and those of ml_dtypes it knows."""
+    return dtype.isbuiltin == 1 or dtype.name in _STORABLE
 
 
 def python_value(entry: Entry) -> Any:

@@ -67,7 +67,9 @@ def save(
     leaves = _tree.named_leaves(state)
     manifest = _manifest.describe(leaves)
     arrays = {
-        name: _to_array(leaf) for name, leaf in leaves.items() if manifest[name]["kind"] == "array"
+        name: _to_array(leaf, manifest[name]["kind"])
+        for name, leaf in leaves.items()
+        if manifest[name]["kind"] in ("array", "bytes")
     }
     ocp = _orbax()
     with _manager(ocp, directory, create=True, max_to_keep=keep) as manager:
@@ -123,7 +125,7 @@ def restore(
         to_read = {
             source: leaves[name]
             for name, source in source_of.items()
-            if source is not None and saved[source]["kind"] == "array"
+            if source is not None and saved[source]["kind"] in ("array", "bytes")
         }
         arrays = _read_arrays(ocp, manager, step, to_read)
 
@@ -133,7 +135,10 @@ def restore(
             return leaf
         if saved[source]["kind"] == "python":
             return _manifest.python_value(saved[source])
-        return _from_array(arrays.get(source), leaf)
+        array = arrays.get(source)
+        if saved[source]["kind"] == "bytes":
+            array = np.asarray(array).view(leaf.dtype)
+        return _from_array(array, leaf)
 
     return _tree.map_named(leaf_fn, template)
 
@@ -184,8 +189,10 @@ def _restore_args(ocp: Any, leaf: Any) -> Any:
     return ocp.RestoreArgs(restore_type=np.ndarray)
 
 
-def _to_array(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
+def _to_array(leaf: Any, kind: str) -> Any:
+    if _tree.is_key(leaf):
+        return jax.random.key_data(leaf)
+    return np.asarray(leaf).view(np.uint8) if kind == "bytes" else leaf
 
 
 def _from_array(array: Any, leaf: Any) -> Any:
