@@ -11,6 +11,7 @@ from jaxmp import _tree
 from jaxmp._dtypes import HALF_DTYPES, dtype_of, is_inexact
 from jaxmp._errors import bullet_list
 from jaxmp.loss_scale import as_loss_scale, default_loss_scale
+from jaxmp.optim._gate import run_or_skip
 from jaxmp.policy import Policy, get_policy
 
 
@@ -54,7 +55,7 @@ def mixed_precision(
     too: its accumulators, left outside, would keep a NaN for ever.
 
     Args:
-        tx: any optax transform or chain. Its `update` is traced on clean and on skipped steps.
+        tx: any optax transform or chain.
         policy: a policy or the name of one.
         loss_scale: a loss scale; if left out, `DynamicLossScale()` for a policy that computes in
             f16, else `NoOpLossScale()`.
@@ -109,18 +110,31 @@ def mixed_precision(
         nonfinite_leaf = _tree.first_nonfinite(grads)
         finite = nonfinite_leaf < 0
         leaves_like = grads if params is None else params
-        # Optax's own transforms do not run under strict promotion (they mix f32 and counters);
-        # all float leaves are f32 here, so nothing is narrowed or widened by it.
-        with jax.numpy_dtype_promotion("standard"):
-            inner_updates, inner_state = inner.update(
-                _inexact_only(grads, leaves_like),
-                state.inner_state,
-                None if params is None else _inexact_only(params, params),
-                **extra_args,
-            )
+
+        def run(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            # Optax's own transforms do not run under strict promotion (they mix f32 and
+            # counters); all float leaves are f32 here, so nothing is narrowed or widened by it.
+            with jax.numpy_dtype_promotion("standard"):
+                updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+            _check_state(new_state, inner_state)
+            return _tree.like(updates, grads), _tree.like(new_state, inner_state)
+
+        def skip(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
+            del params
+            # x + -0.0 is x for every x; x + 0.0 is not for -0.0.
+            return jax.tree.map(lambda g: jnp.full_like(g, -0.0), grads), inner_state
+
+        inner_updates, inner_state = run_or_skip(
+            finite,
+            run,
+            skip,
+            _inexact_only(grads, leaves_like),
+            state.inner_state,
+            None if params is None else _inexact_only(params, params),
+        )
         one = jnp.int32(1)
-        return _gate_updates(finite, inner_updates, leaves_like), MixedPrecisionState(
-            inner_state=_select_state(finite, inner_state, state.inner_state),
+        return _fill_updates(inner_updates, leaves_like), MixedPrecisionState(
+            inner_state=inner_state,
             loss_scale=_tree.like(state.loss_scale.adjust(finite), state.loss_scale),
             nonfinite_leaf=nonfinite_leaf,
             step=state.step + one,
@@ -262,25 +276,22 @@ def _inexact_only(tree: Any, leaves_like: Any) -> Any:
     )
 
 
-def _gate_updates(finite: jax.Array, inner_updates: Any, leaves_like: Any) -> Any:
-    def gate(like: Any, update: Any) -> Any:
+def _fill_updates(inner_updates: Any, leaves_like: Any) -> Any:
+    """Gives leaves without a gradient an update that leaves them as they are."""
+
+    def fill(like: Any, update: Any) -> Any:
         dtype = dtype_of(like)
-        if like is None:
-            return None
-        if not is_inexact(dtype):
-            # Adding False or 0 leaves bools and integers as they are; nothing adds to the rest.
-            return np.zeros((), jax.dtypes.float0) if dtype is None else jnp.zeros_like(like)
-        update = jnp.asarray(update, dtype)
-        return jnp.where(finite, update, jnp.full_like(update, -0.0))
+        if like is None or is_inexact(dtype):
+            return update
+        return np.zeros((), jax.dtypes.float0) if dtype is None else jnp.zeros_like(like)
 
-    return jax.tree.map(gate, leaves_like, inner_updates, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(fill, leaves_like, inner_updates, is_leaf=lambda leaf: leaf is None)
 
 
-def _select_state(finite: jax.Array, new: Any, old: Any) -> Any:
+def _check_state(new: Any, old: Any) -> None:
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(
             "The wrapped transform returned a state of another structure than it was given: "
             f"{jax.tree.structure(new)} against {jax.tree.structure(old)}. A jitted step needs "
             "one structure; restore the state that tx.init gives for these params."
         )
-    return _tree.select_tree(finite, _tree.like(new, old), old)
