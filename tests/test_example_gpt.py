@@ -206,8 +206,15 @@ def test_a_finished_run_is_replaced_and_an_unfinished_one_is_not(tmp_path):
     assert run.find_run(tmp_path).policies == ["mixed_bfloat16"]
 
 
-def test_ctrl_c_waits_for_the_end_of_the_block():
-    before, seen = signal.getsignal(signal.SIGINT), []
+@pytest.fixture
+def handler():
+    before = signal.getsignal(signal.SIGINT)
+    yield before
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_waits_for_the_end_of_the_block(handler):
+    seen = []
 
     def press_twice():
         with run.deferred_interrupt() as stop:
@@ -218,7 +225,13 @@ def test_ctrl_c_waits_for_the_end_of_the_block():
     with pytest.raises(KeyboardInterrupt):
         press_twice()
     assert seen == [True]
-    assert signal.getsignal(signal.SIGINT) is before
+    signal.raise_signal(signal.SIGINT)  # the program is ending: nothing happens
+
+
+def test_without_ctrl_c_the_handler_is_put_back(handler):
+    with run.deferred_interrupt() as stop:
+        assert not stop.requested
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.slow

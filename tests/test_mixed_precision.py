@@ -503,3 +503,29 @@ def test_bad_input():
         jaxmp.mixed_precision(optax.adam(0.1), "mixed_fp61")
     with pytest.raises(TypeError, match="must be a loss scale object"):
         jaxmp.mixed_precision(optax.adam(0.1), "float32", 128.0)
+
+
+def test_a_transform_that_drifts_in_dtype_is_held():
+    """Case B14's kind: updates and state keep the dtypes of params and of the initial state."""
+
+    def drifting():
+        def init(_):
+            return {"count": jnp.int32(0), "mean": jnp.zeros(3, jnp.bfloat16)}
+
+        def update(updates, state, params=None):
+            halves = jax.tree.map(lambda u: u.astype(jnp.bfloat16), updates)
+            state = {"count": state["count"] + 1.0, "mean": state["mean"] + updates["w"]}
+            return halves, state
+
+        return optax.GradientTransformation(init, update)
+
+    params = {"w": jnp.ones(3)}
+    for transform in (lambda f: f, jax.jit):
+        tx = jaxmp.mixed_precision(drifting(), "mixed_bfloat16")
+        state, update = tx.init(params), transform(tx.update)
+        for i in range(3):
+            updates, new_state = update({"w": jnp.full(3, 0.5)}, state, params)
+            assert updates["w"].dtype == jnp.float32
+            assert_same_kind(new_state, state)
+            state = new_state
+        assert int(state.inner_state["count"]) == i + 1
