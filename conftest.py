@@ -17,12 +17,11 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile("jaxmp", deadline=None, derandomize=True)
 settings.load_profile("jaxmp")
 
-NAMESPACE = {"jax": jax, "jaxmp": jaxmp, "jnp": jnp, "np": np, "optax": optax}
-
 
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):
-    doctest_namespace.update(NAMESPACE)
+    names = {"jax": jax, "jaxmp": jaxmp, "jnp": jnp, "np": np, "optax": optax}
+    doctest_namespace.update(names)
 
 
 pytest_collect_file = Sybil(

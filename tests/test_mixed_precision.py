@@ -529,3 +529,18 @@ def test_a_transform_that_drifts_in_dtype_is_held():
             assert_same_kind(new_state, state)
             state = new_state
         assert int(state.inner_state["count"]) == i + 1
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_ensemble_skips_lane_by_lane(jit):
+    params = {"w": jnp.ones((4, 3))}
+    tx = jaxmp.mixed_precision(optax.adam(0.1), "mixed_float16")
+    update = jax.vmap(tx.update)
+    state = jax.vmap(tx.init)(params)
+    grads = {"w": jnp.full((4, 3), 0.5).at[2, 1].set(jnp.nan)}
+    updates, state = (jax.jit(update) if jit else update)(grads, state, params)
+    np.testing.assert_array_equal(state.skipped_steps, [0, 0, 1, 0])
+    np.testing.assert_array_equal(jnp.any(updates["w"] != 0, 1), [True, True, False, True])
+    np.testing.assert_array_equal(state.inner_state[0].count, [1, 1, 0, 1])
+    scales = [2.0**15, 2.0**15, 2.0**14, 2.0**15]
+    np.testing.assert_array_equal(state.loss_scale.loss_scale, scales)
