@@ -1,5 +1,10 @@
 """Settings for every test, the doctests of the package and the code blocks of the README."""
 
+import os
+
+# Several virtual devices, for the tests of meshes; read when JAX starts.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+
 import jax
 import jax.numpy as jnp
 import numpy as np

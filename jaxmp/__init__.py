@@ -2,11 +2,12 @@
 
 from jaxmp import checkpoint, optim
 from jaxmp._dtypes import half_dtype
+from jaxmp._loss import LossOutput
 from jaxmp._tree import all_finite, cast_to_full, cast_to_half, select_tree
 from jaxmp.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jaxmp.optim import MixedPrecisionState, get_loss_scale, mixed_precision
 from jaxmp.policy import Policy, Recommendation, get_policy, recommend_policy
-from jaxmp.train import LossOutput, StepInfo, TrainState, make_train_step, value_and_grad
+from jaxmp.train import StepInfo, TrainState, make_train_step, value_and_grad
 
 __version__ = "0.1.0"
 

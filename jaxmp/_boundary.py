@@ -18,9 +18,10 @@ def apply_policy(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
 
     Half results are widened to the policy's output dtype where that is wider; results in f32 stay.
     """
-    if policy.recipe is not None:
+    recipes = [p.recipe for p in (policy, *(rule for _, rule in policy.rules)) if p.recipe]
+    if recipes:
         raise ValueError(
-            f"Policy {str(policy)!r} asks for the fp8 recipe {policy.recipe!r}, which this "
+            f"Policy {str(policy)!r} asks for the fp8 recipe {recipes[0]!r}, which this "
             "version cannot run. Use 'mixed_bfloat16'."
         )
 

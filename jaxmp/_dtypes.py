@@ -61,7 +61,7 @@ def parse_dtype(value: Any) -> np.dtype:
     try:
         # np.dtype(None) would be float64.
         names = value is None or isinstance(value, str)
-        dtype = _DTYPE_OF_NAME.get(value or "") if names else np.dtype(value)
+        dtype = _DTYPE_OF_NAME.get(value or "") if names else np.dtype(value).newbyteorder("=")
     except TypeError:
         dtype = None
     if dtype is None or dtype not in _NAMES:
@@ -110,11 +110,16 @@ def is_real_float(dtype: np.dtype | None) -> bool:
     return dtype == FLOAT32 or dtype in HALF_DTYPES
 
 
+def has_gradient(dtype: np.dtype | None) -> TypeGuard[np.dtype]:
+    """Whether leaves of `dtype` are differentiated: inexact ones, except the 8-bit and smaller."""
+    return is_inexact(dtype) and dtype.itemsize > 1
+
+
 def is_inexact(dtype: np.dtype | None) -> TypeGuard[np.dtype]:
-    """Whether gradients of `dtype` exist and can overflow: every float and complex dtype."""
+    """Whether `dtype` has infinities or NaN: every float and complex dtype."""
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def widened(dtype: np.dtype) -> np.dtype:
-    """Returns float32 for a dtype that is narrower, else `dtype` itself (float64, complex)."""
-    return FLOAT32 if is_real_float(dtype) else dtype
+    """Returns float32 for a float dtype that is narrower, else `dtype` itself."""
+    return FLOAT32 if is_inexact(dtype) and dtype.itemsize < FLOAT32.itemsize else dtype

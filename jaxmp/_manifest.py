@@ -39,13 +39,13 @@ def describe(leaves: dict[str, Any]) -> dict[str, Entry]:
     value stands in the manifest).
 
     Raises:
-        ValueError: lists the leaves that cannot be saved.
+        ValueError: lists the leaves that no checkpoint can hold.
     """
     bad = [f"{name}: {type(leaf).__name__}" for name, leaf in leaves.items() if not _savable(leaf)]
     if bad:
         raise ValueError(
-            f"These leaves cannot be saved:\n{bullet_list(bad)}\n"
-            "A checkpoint holds arrays, PRNG keys, numbers and strings; keep the rest out of it."
+            f"These leaves cannot be in a checkpoint:\n{bullet_list(bad)}\n"
+            "It holds arrays, PRNG keys, numbers and strings; keep the rest out of it."
         )
     return {name: _entry(leaf) for name, leaf in leaves.items()}
 
@@ -53,12 +53,22 @@ def describe(leaves: dict[str, Any]) -> dict[str, Entry]:
 def _savable(leaf: Any) -> bool:
     if _tree.is_traced(leaf):
         return False
-    return dtype_of(leaf) is not None or _tree.is_key(leaf) or isinstance(leaf, str)
+    if _tree.is_key(leaf) or _is_python(leaf):
+        return True
+    # A float wider than 64 bits is not the same on every machine.
+    return dtype_of(leaf) is not None and leaf.dtype.itemsize <= (
+        16 if leaf.dtype.kind == "c" else 8
+    )
+
+
+def _is_python(leaf: Any) -> bool:
+    # By identity, since NumPy's bool is named "bool" too.
+    return type(leaf) in (bool, int, float, complex, str)
 
 
 def _entry(leaf: Any) -> Entry:
-    kind = type(leaf).__name__
-    if kind in _PYTHON:
+    if _is_python(leaf):
+        kind = type(leaf).__name__
         return {"kind": "python", "dtype": kind, "shape": [], "value": _PYTHON[kind][0](leaf)}
     is_key = _tree.is_key(leaf)
     dtype = f"key<{jax.random.key_impl(leaf)}>" if is_key else str(leaf.dtype)
@@ -84,6 +94,7 @@ def match(saved: dict[str, Entry], template: Any, *, cast: bool) -> dict[str, st
         CheckpointMismatchError: lists every leaf that does not fit.
     """
     leaves = _tree.named_leaves(template)
+    describe(leaves)
     prefixes = _mixed_precision_prefixes(template)
     source_of: dict[str, str | None] = {}
     problems, fresh = [], []
@@ -96,7 +107,8 @@ def match(saved: dict[str, Entry], template: Any, *, cast: bool) -> dict[str, st
         else:
             problems.append(f"{name}: not in the checkpoint")
         source_of[name] = source
-    left_over = [name for name in saved if name not in set(source_of.values())]
+    used = set(source_of.values())
+    left_over = [name for name in saved if name not in used]
     ignored = [name for name in left_over if _is_loss_scale(name, prefixes)]
     problems += [f"{name}: not in the template" for name in left_over if name not in ignored]
     if problems:

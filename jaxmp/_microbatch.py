@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp import _tree
-from jaxmp._dtypes import dtype_of, is_inexact
+from jaxmp._dtypes import dtype_of, has_gradient
 
 
 def check_count(microbatches: Any) -> None:
@@ -71,6 +71,9 @@ def accumulate(
 
 
 def _split(batch: Any, microbatches: int) -> Any:
+    """Deals the examples out like cards, so that a sharded leading axis stays sharded."""
+    sizes: dict[int, str] = {}
+
     def split(name: str, leaf: Any) -> Any:
         shape = jnp.shape(leaf)
         if not shape or shape[0] % microbatches:
@@ -78,13 +81,22 @@ def _split(batch: Any, microbatches: int) -> Any:
                 f"Batch leaf {name!r} has shape {shape}, whose leading axis does not divide into "
                 f"{microbatches} microbatches. Change the batch size or microbatches."
             )
-        return jnp.reshape(leaf, (microbatches, shape[0] // microbatches, *shape[1:]))
+        sizes.setdefault(shape[0], name)
+        parts = jnp.reshape(leaf, (shape[0] // microbatches, microbatches, *shape[1:]))
+        return jnp.swapaxes(parts, 0, 1)
 
-    return _tree.map_named(split, batch)
+    parts = _tree.map_named(split, batch)
+    if len(sizes) > 1:
+        leaves = " and ".join(f"{name!r} of {size}" for size, name in sizes.items())
+        raise ValueError(
+            f"Batch leaves have different leading axes: {leaves}. Each example needs one row in "
+            "every leaf; close over what belongs to all of them."
+        )
+    return parts
 
 
 def _floats(grads: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf if is_inexact(dtype_of(leaf)) else None, grads)
+    return jax.tree.map(lambda leaf: leaf if has_gradient(dtype_of(leaf)) else None, grads)
 
 
 def _mean_or_float0(shape: Any, mean: Any) -> Any:
@@ -106,8 +118,8 @@ def _weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
 def _merge_metrics(metrics: Any, weights: jax.Array) -> Any:
     def merge(stacked: jax.Array) -> jax.Array:
         if stacked.ndim > 1:
-            return stacked.reshape(-1, *stacked.shape[2:])
-        if is_inexact(dtype_of(stacked)):
+            return jnp.swapaxes(stacked, 0, 1).reshape(-1, *stacked.shape[2:])
+        if has_gradient(dtype_of(stacked)):
             return _weighted_mean(stacked, weights)
         if stacked.dtype == jnp.bool_:
             return jnp.all(stacked)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._dtypes import (
     FLOAT32,
@@ -148,6 +149,11 @@ def fresh_arrays(tree: T) -> T:
     """
 
     def leaf_fn(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"Leaf {name!r} is a ShapeDtypeStruct, which has no values. For an abstract state, "
+                "call this under jax.eval_shape."
+            )
         if not _is_array(leaf):
             raise ValueError(
                 f"Leaf {name!r} is of type {type(leaf).__name__}, which a jitted step cannot "
@@ -158,16 +164,57 @@ def fresh_arrays(tree: T) -> T:
     return map_named(leaf_fn, tree)
 
 
-def like(tree: T, template: Any) -> T:
-    """Casts each numeric leaf of `tree` to the dtype of its counterpart in `template`."""
+def commit_like(tree: T, committed: Any) -> T:
+    """Puts the uncommitted arrays of `tree` where those of `committed` are, replicated.
 
-    def leaf_fn(leaf: Any, want: Any) -> Any:
-        dtype = dtype_of(want)
-        if dtype is None or dtype_of(leaf) is None:
+    A jitted step returns them so; a state of another kind before its first step would be compiled
+    for twice.
+    """
+    shardings = [
+        leaf.sharding
+        for leaf in jax.tree.leaves(committed)
+        if isinstance(leaf, jax.Array) and not is_traced(leaf) and leaf.committed
+    ]
+    if not shardings:
+        return tree
+    sharding = shardings[0]
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+    elif len(sharding.device_set) > 1:
+        return tree
+
+    def leaf_fn(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or is_traced(leaf) or leaf.committed:
             return leaf
+        return jax.device_put(leaf, sharding)
+
+    return jax.tree.map(leaf_fn, tree)
+
+
+def like(tree: T, template: Any) -> T:
+    """Casts each numeric leaf of `tree` to the dtype of its counterpart in `template`.
+
+    Raises:
+        ValueError: if a shape differs, or a cast would lose a kind of number: the imaginary part,
+            or the fraction.
+    """
+
+    def leaf_fn(name: str, leaf: Any, want: Any) -> Any:
+        dtype, have = dtype_of(want), dtype_of(leaf)
+        if dtype is None or have is None:
+            return leaf
+        if jnp.shape(leaf) != jnp.shape(want) or _KINDS[have.kind] > _KINDS[dtype.kind]:
+            raise ValueError(
+                f"Leaf {name!r} is {_describe(leaf)}, but was {_describe(want)} before. A state "
+                "keeps its shapes and kinds of numbers: cast or reshape it where it is made."
+            )
         return lax.convert_element_type(jnp.asarray(leaf), dtype)
 
-    return jax.tree.map(leaf_fn, tree, template)
+    return map_named(leaf_fn, tree, template)
+
+
+# Numbers of a kind can be cast to the same kind or a later one. "V" is what NumPy calls bf16, fp8.
+_KINDS = {"b": 0, "u": 1, "i": 1, "f": 2, "V": 2, "c": 3}
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -236,7 +283,8 @@ def select_tree(pred: Any, a: T, b: T) -> T:
 
 def _select_leaf(pred: Any, name: str, a: Any, b: Any) -> Any:
     if _is_array(a) and _is_array(b):
-        if jnp.shape(a) != jnp.shape(b) or dtype_of(a) != dtype_of(b):
+        same_impl = getattr(a, "dtype", None) == getattr(b, "dtype", None) or not is_key(a)
+        if jnp.shape(a) != jnp.shape(b) or dtype_of(a) != dtype_of(b) or not same_impl:
             raise ValueError(
                 f"Leaf {name!r} is {_describe(a)} in one tree and {_describe(b)} in the other; "
                 "both must have the same shape and dtype. Cast or reshape one of them first."

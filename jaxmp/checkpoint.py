@@ -6,8 +6,11 @@ temporary directory and renames it, so a checkpoint is there as a whole or not a
 extra `jaxmp[checkpoint]`.
 """
 
+import contextlib
 import importlib
+import operator
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp import _manifest, _tree
+from jaxmp._checksum import checksum
+from jaxmp._errors import bullet_list
 from jaxmp._manifest import CheckpointMismatchError
 
 T = TypeVar("T")
 
-__all__ = ["CheckpointMismatchError", "latest_step", "restore", "save"]
+
+class CheckpointDamagedError(ValueError):
+    """The files of a checkpoint are not those that were written."""
+
+
+__all__ = ["CheckpointDamagedError", "CheckpointMismatchError", "latest_step", "restore", "save"]
 
 
 def save(
@@ -43,8 +53,9 @@ def save(
         The path of the checkpoint.
 
     Raises:
-        ValueError: if a leaf cannot be saved, two leaves have one name, or the step is there
-            already. Nothing is written then.
+        ValueError: if a leaf cannot be saved, two leaves have one name, the step is not after
+            those that are there, or the directory holds something else under a number. Nothing
+            is written then.
         ImportError: without the extra.
 
     Example:
@@ -54,14 +65,7 @@ def save(
         ...     restore(directory, {"w": jnp.zeros(2, jnp.bfloat16)}), latest_step(directory)
         ({'w': Array([1, 1], dtype=bfloat16)}, 7)
     """
-    if step is None:
-        step = int(state.step) if hasattr(state, "step") else -1
-    if step < 0:
-        raise ValueError(
-            "The state has no step, so the checkpoint needs a number: save(..., step=7)."
-            if not hasattr(state, "step")
-            else f"step is {step}, but a checkpoint's number starts at 0."
-        )
+    step = _step_number(state, step)
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}, but at least one checkpoint is kept: use keep=1.")
     leaves = _tree.named_leaves(state)
@@ -71,17 +75,16 @@ def save(
         for name, leaf in leaves.items()
         if manifest[name]["kind"] in ("array", "bytes")
     }
+    for name, array in arrays.items():
+        manifest[name]["checksum"] = checksum(array)
     ocp = _orbax()
     with _manager(ocp, directory, create=True, max_to_keep=keep) as manager:
-        if step in manager.all_steps():
-            raise ValueError(
-                f"Step {step} is in {directory} already, and is not overwritten. Save under "
-                "another step or directory."
-            )
+        _check_directory(directory, step, manager.all_steps())
         parts = {"manifest": ocp.args.JsonSave({"format": 1, "leaves": manifest})}
         if arrays:
             parts["arrays"] = ocp.args.PyTreeSave(arrays)
-        manager.save(step, args=ocp.args.Composite(**parts))
+        if not manager.save(step, args=ocp.args.Composite(**parts)):
+            raise RuntimeError(f"orbax did not save step {step} in {directory}.")
     return Path(directory).resolve() / str(step)
 
 
@@ -106,6 +109,7 @@ def restore(
 
     Raises:
         CheckpointMismatchError: if leaves are missing, left over, or of another shape or dtype.
+        CheckpointDamagedError: if files are missing or their contents have changed.
         FileNotFoundError: if there is no checkpoint.
         ImportError: without the extra.
     """
@@ -118,8 +122,9 @@ def restore(
             f"Steps there: {', '.join(map(str, steps)) or 'none'}."
         )
     with _manager(ocp, directory) as manager:
-        parts = ocp.args.Composite(manifest=ocp.args.JsonRestore())
-        saved = manager.restore(step, args=parts)["manifest"]["leaves"]
+        with _damage_reported(directory, step):
+            parts = ocp.args.Composite(manifest=ocp.args.JsonRestore())
+            saved = manager.restore(step, args=parts)["manifest"]["leaves"]
         leaves = _tree.named_leaves(template)
         source_of = _manifest.match(saved, template, cast=cast)
         to_read = {
@@ -127,7 +132,11 @@ def restore(
             for name, source in source_of.items()
             if source is not None and saved[source]["kind"] in ("array", "bytes")
         }
-        arrays = _read_arrays(ocp, manager, step, to_read)
+        with _damage_reported(directory, step):
+            arrays = _read_arrays(ocp, manager, step, to_read)
+    wrong = [name for name, array in arrays.items() if checksum(array) != saved[name]["checksum"]]
+    if wrong:
+        raise CheckpointDamagedError(_damage(directory, step, "\n" + bullet_list(wrong)))
 
     def leaf_fn(name: str, leaf: Any) -> Any:
         source = source_of[name or "(root)"]
@@ -146,6 +155,22 @@ def restore(
 def latest_step(directory: str | os.PathLike[str]) -> int | None:
     """Returns the number of the newest whole checkpoint in `directory`, or None."""
     return max(_steps(_orbax(), directory), default=None)
+
+
+def _damage(directory: str | os.PathLike[str], step: int, what: Any) -> str:
+    return (
+        f"Step {step} in {directory} is damaged, and is not restored: {what}\n"
+        "Restore an older step with restore(..., step=...)."
+    )
+
+
+@contextlib.contextmanager
+def _damage_reported(directory: str | os.PathLike[str], step: int) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        cause = f"{type(error).__name__}: {str(error)[:300]}"
+        raise CheckpointDamagedError(_damage(directory, step, cause)) from error
 
 
 def _orbax() -> Any:
@@ -168,7 +193,40 @@ def _steps(ocp: Any, directory: str | os.PathLike[str]) -> list[int]:
     if not Path(directory).is_dir():
         return []
     with _manager(ocp, directory) as manager:
-        return sorted(manager.all_steps())
+        return sorted(step for step in manager.all_steps() if _is_ours(directory, step))
+
+
+def _is_ours(directory: str | os.PathLike[str], step: int) -> bool:
+    return (Path(directory) / str(step) / "manifest").is_dir()
+
+
+def _step_number(state: Any, step: int | None) -> int:
+    if step is None and not hasattr(state, "step"):
+        raise ValueError(
+            "The state has no step, so the checkpoint needs a number: save(..., step=7)."
+        )
+    try:
+        number = operator.index(state.step if step is None else step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ValueError(f"step is {step!r}, but a checkpoint's number is an integer from 0.")
+    return number
+
+
+def _check_directory(directory: str | os.PathLike[str], step: int, steps: Sequence[int]) -> None:
+    foreign = [str(other) for other in sorted(steps) if not _is_ours(directory, other)]
+    if foreign:
+        raise ValueError(
+            f"{directory} holds {', '.join(foreign)}, which jaxmp did not write. Save in a "
+            "directory of its own."
+        )
+    newest = max(steps, default=-1)
+    if step <= newest:
+        raise ValueError(
+            f"Step {step} is not after step {newest}, the newest in {directory}; nothing there is "
+            "overwritten. Save in another directory, or delete the steps from there on."
+        )
 
 
 def _read_arrays(ocp: Any, manager: Any, step: int, to_read: dict[str, Any]) -> dict[str, Any]:
@@ -192,15 +250,19 @@ def _restore_args(ocp: Any, leaf: Any) -> Any:
 def _to_array(leaf: Any, kind: str) -> Any:
     if _tree.is_key(leaf):
         return jax.random.key_data(leaf)
-    return np.asarray(leaf).view(np.uint8) if kind == "bytes" else leaf
+    if kind == "bytes":
+        return np.asarray(leaf).view(np.uint8)
+    return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
 
 
 def _from_array(array: Any, leaf: Any) -> Any:
     """Returns what was read as the kind of leaf that the template has; None is a zero-size one."""
+    if _tree.is_key(leaf):
+        data = jnp.zeros_like(jax.random.key_data(leaf)) if array is None else jnp.asarray(array)
+        keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
+        return jax.device_put(keys, leaf.sharding) if leaf.committed else keys
     if array is None:
         array = np.zeros(leaf.shape, leaf.dtype)
-    if _tree.is_key(leaf):
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=jax.random.key_impl(leaf))
     if isinstance(leaf, np.generic):
         return array[()].astype(leaf.dtype)
     if isinstance(leaf, np.ndarray):

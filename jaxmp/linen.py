@@ -12,6 +12,7 @@ from flax import serialization
 
 from jaxmp import _tree
 from jaxmp.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
+from jaxmp.optim._mixed_precision import GradientNames
 from jaxmp.train import TrainState
 
 __all__: list[str] = []
@@ -39,6 +40,7 @@ def _register(cls: type, data_fields: tuple[str, ...]) -> None:
 
 
 _register(NoOpLossScale, ())
+_register(GradientNames, ())
 _register(StaticLossScale, ())
 _register(DynamicLossScale, ("loss_scale", "counter", "hysteresis_left", "skip_streak"))
 _register(TrainState, tuple(field.name for field in dataclasses.fields(TrainState)))

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp import _tree
-from jaxmp._dtypes import dtype_of, is_inexact, widened
+from jaxmp._dtypes import dtype_of, has_gradient, widened
 
 T = TypeVar("T")
 
@@ -110,10 +110,10 @@ class DynamicLossScale:
         else:
             loss_scale = max(loss_scale * backoff, min_loss_scale)
 
-    The state is four scalars, f32 and i32, and is the same kind of value before and after
-    `adjust`, so a jitted step is traced once. Options are static: they survive `jax.tree.flatten`,
-    jit, scan, vmap and pickle, and a checkpoint takes them from the template. The first five
-    arguments are jmp's.
+    The state is four scalars, f32 and i32 (in NumPy until it is first used in JAX), and is the same
+    kind of value before and after `adjust`, so a jitted step is traced once. Options are static:
+    they survive `jax.tree.flatten`, jit, scan, vmap and pickle, and a checkpoint takes them from
+    the template. The first five arguments are jmp's.
 
     Attributes:
         loss_scale: f32[], the current scale; any positive finite number. An integer is taken as
@@ -161,14 +161,14 @@ class DynamicLossScale:
 
         put("period", _at_least_one(self.period, "period"))
         put("hysteresis", _at_least_one(self.hysteresis, "hysteresis"))
-        factor = float(self.factor)
+        factor = _number(self.factor)
         if not (factor > 1 and math.isfinite(factor)):
             raise ValueError(
                 f"factor is {self.factor!r}, but a loss scale grows by more than 1: use 2.0, or "
                 "StaticLossScale for a constant scale."
             )
         put("factor", factor)
-        backoff = 1 / factor if self.backoff is None else float(self.backoff)
+        backoff = 1 / factor if self.backoff is None else _number(self.backoff)
         if not 0 < backoff < 1:
             raise ValueError(f"backoff is {self.backoff!r}, but lies between 0 and 1: use 0.5.")
         put("backoff", backoff)
@@ -184,9 +184,9 @@ class DynamicLossScale:
         put("max_loss_scale", cap)
         left = self.hysteresis if self.hysteresis_left is None else self.hysteresis_left
         put("loss_scale", _scale_array(self.loss_scale))
-        put("counter", jnp.asarray(self.counter, jnp.int32))
-        put("hysteresis_left", jnp.asarray(left, jnp.int32))
-        put("skip_streak", jnp.asarray(self.skip_streak, jnp.int32))
+        put("counter", _int_array(self.counter))
+        put("hysteresis_left", _int_array(left))
+        put("skip_streak", _int_array(self.skip_streak))
 
     def scale(self, tree: T) -> T:
         """Multiplies by the scale.
@@ -280,9 +280,7 @@ def _unscale(tree: T, factor: Any) -> T:
 
 def _wide_or_none(leaf: Any) -> np.dtype | None:
     dtype = dtype_of(leaf)
-    if dtype is None or not is_inexact(dtype) or (dtype.itemsize == 1):
-        return None
-    return widened(dtype)
+    return widened(dtype) if has_gradient(dtype) else None
 
 
 def _cast(x: Any, dtype: np.dtype) -> jax.Array:
@@ -298,11 +296,15 @@ def _boolean_scalar(value: Any) -> jax.Array:
     return jnp.asarray(value)
 
 
-def _scale_array(value: Any) -> jax.Array:
+def _scale_array(value: Any) -> Any:
     if _tree.is_traced(value):
-        return jnp.asarray(value).astype(jnp.float32)
+        return value.astype(jnp.float32)
     _warn_if_not_floating(value, "loss_scale")
-    return jnp.asarray(_positive(value, "loss_scale"), jnp.float32)
+    return np.asarray(_positive(value, "loss_scale"), np.float32)
+
+
+def _int_array(value: Any) -> Any:
+    return value.astype(jnp.int32) if _tree.is_traced(value) else np.asarray(value, np.int32)
 
 
 def _warn_if_not_floating(value: Any, name: str) -> None:
@@ -312,14 +314,20 @@ def _warn_if_not_floating(value: Any, name: str) -> None:
 
 
 def _positive_or_zero(value: Any, name: str) -> float:
-    is_zero = jnp.shape(value) == () and float(value) == 0.0
-    return 0.0 if is_zero else _positive(value, name)
+    return 0.0 if _number(value) == 0.0 else _positive(value, name)
+
+
+def _number(value: Any) -> float:
+    """Returns a scalar as f32 would hold it, or NaN for anything else."""
+    dtype = dtype_of(value)
+    if dtype is None or dtype.kind == "c" or jnp.shape(value) != ():
+        return math.nan
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
 
 
 def _positive(value: Any, name: str) -> float:
-    is_number = dtype_of(value) is not None and jnp.shape(value) == ()
-    with np.errstate(over="ignore"):
-        number = float(np.float32(value)) if is_number else math.nan
+    number = _number(value)
     if not (number > 0 and math.isfinite(number)):
         raise ValueError(
             f"{name} is {value!r}, but must be a positive finite number. Use a power of two such "
@@ -329,6 +337,7 @@ def _positive(value: Any, name: str) -> float:
 
 
 def _at_least_one(value: Any, name: str) -> int:
-    if isinstance(value, bool) or int(value) != value or value < 1:
-        raise ValueError(f"{name} is {value!r}, but must be an integer of at least 1.")
+    number = _number(value)
+    if isinstance(value, bool) or not number.is_integer() or not 1 <= number < 2**31:
+        raise ValueError(f"{name} is {value!r}, but must be an integer from 1 to 2**31 - 1.")
     return int(value)

@@ -113,6 +113,10 @@ class Policy(jmp.Policy):
         """
         return dataclasses.replace(self, rules=self.rules + _parse_rules(rules))
 
+    def compute_dtypes(self) -> frozenset[np.dtype]:
+        """Returns every dtype that anything is computed in, the rules included."""
+        return frozenset({self.compute_dtype, *(rule.compute_dtype for _, rule in self.rules)})
+
     def for_path(self, path: str) -> "Policy":
         """Returns the policy of one path: that of the last rule found in it, else this one.
 
@@ -167,7 +171,7 @@ _RULES_KEY = re.compile(r"(?:^|,)\s*rules\s*=")
 
 
 def _parse_rules(rules: Any) -> Rules:
-    items = rules.items() if isinstance(rules, Mapping) else rules
+    items = rules.items() if isinstance(rules, Mapping) else rules or ()
     return tuple(_parse_rule(rule) for rule in items)
 
 

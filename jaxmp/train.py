@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import operator
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +15,13 @@ from jax import lax
 
 from jaxmp import _microbatch, _tree
 from jaxmp._boundary import apply_policy
-from jaxmp._dtypes import dtype_of, is_inexact, widened
-from jaxmp._errors import bullet_list
+from jaxmp._dtypes import (
+    FLOAT16,
+    dtype_of,
+    has_gradient,
+    widened,
+)
+from jaxmp._loss import LossOutput, call_loss
 from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
 from jaxmp.optim import apply_updates, get_mixed_precision_state
 from jaxmp.policy import Policy, get_policy
@@ -54,6 +61,9 @@ def value_and_grad(
         ValueError: when called, if the loss is no real scalar, if there is nothing to
             differentiate, or if the policy names a recipe.
 
+    Warns:
+        UserWarning: if anything is computed in f16 and no loss scale is given.
+
     Example:
         >>> def loss_fn(params, x):
         ...     return jnp.mean((x @ params["w"]) ** 2)
@@ -63,12 +73,18 @@ def value_and_grad(
         (Array(9., dtype=float32), dtype('float32'))
     """
     policy = get_policy(policy)
+    if loss_scale is None and FLOAT16 in policy.compute_dtypes():
+        warnings.warn(
+            "Gradients below 6e-8 vanish in float16. Give value_and_grad a loss_scale, such as "
+            "jaxmp.get_loss_scale(opt_state), or jaxmp.NoOpLossScale() if none is wanted.",
+            stacklevel=2,
+        )
     loss_scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
     low_fun = apply_policy(fun, policy)
-    positions = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        positions = _positions(argnums, len(args))
         chosen = tuple(args[position] for position in positions)
         leaves, treedef = jax.tree.flatten(chosen)
         # Differentiating f32 copies keeps a narrow parameter's gradient from being rounded.
@@ -94,15 +110,28 @@ def value_and_grad(
         grads = treedef.unflatten(
             [next(values) if _has_gradient(leaf) else _no_gradient(leaf) for leaf in leaves]
         )
-        grads = grads[0] if isinstance(argnums, int) else grads
+        grads = grads if isinstance(argnums, Sequence) else grads[0]
         return ((loss, aux) if has_aux else loss), grads
 
     return wrapped
 
 
+def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    given = argnums if isinstance(argnums, Sequence) else (argnums,)
+    positions = tuple(operator.index(number) for number in given)
+    if any(not -count <= position < count for position in positions):
+        raise ValueError(
+            f"argnums is {argnums}, but the function was called with {count} positional "
+            "arguments. Pass what is differentiated by position."
+        )
+    positions = tuple(position % count for position in positions)
+    if len(set(positions)) < len(positions):
+        raise ValueError(f"argnums is {argnums}, which names one argument twice. Name it once.")
+    return positions
+
+
 def _has_gradient(leaf: Any) -> bool:
-    dtype = dtype_of(leaf)
-    return dtype is not None and is_inexact(dtype) and dtype.itemsize > 1
+    return has_gradient(dtype_of(leaf))
 
 
 def _no_gradient(leaf: Any) -> np.ndarray:
@@ -125,34 +154,11 @@ def _check_loss(loss: Any) -> jax.Array:
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.shape(loss) != ():
         got = type(loss).__name__ if dtype is None else f"{dtype}{list(jnp.shape(loss))}"
         raise ValueError(
-            f"The loss is {got}, but must be a real scalar: reduce it with jnp.mean, and return "
-            "other results with has_aux=True."
+            f"The loss is {got}, but must be a floating-point scalar: reduce it with jnp.mean, and "
+            "return other results with has_aux=True (from the loss function of a train step, as "
+            "LossOutput(loss, metrics=...))."
         )
     return _tree.widen_leaf(loss)
-
-
-@_tree.register_state(["loss", "weight", "metrics", "model_state"])
-@dataclasses.dataclass(frozen=True)
-class LossOutput:
-    """What a loss function may return to `make_train_step` in place of a bare loss.
-
-    Attributes:
-        loss: f32[], the mean loss of the microbatch.
-        weight: f32[], what that mean divides by (tokens, examples): microbatches are averaged by
-            it. 1 if left out.
-        metrics: a pytree to report. Over microbatches, float scalars are averaged by weight,
-            integer scalars are summed, bool scalars are and-ed, arrays are concatenated.
-        model_state: the new mutable state (batch statistics), of the structure of the old.
-
-    Example:
-        >>> LossOutput(jnp.float32(0.5), metrics={"correct": jnp.int32(3)}).weight
-    """
-
-    loss: Any
-    _: dataclasses.KW_ONLY
-    weight: Any = None
-    metrics: Any = dataclasses.field(default_factory=dict)
-    model_state: Any = None
 
 
 @_tree.register_state(["step", "params", "opt_state", "model_state", "rng", "ema_params"])
@@ -189,14 +195,15 @@ class TrainState:
         """Returns the state before the first step.
 
         Args:
-            params: the parameters. They are copied, since a step donates its state.
+            params: the parameters. They are copied, since a step donates its state. Where they
+                are committed to devices, all of the state is.
             tx: the transform that `make_train_step` will get, for its initial state.
             model_state: mutable state that the loss function takes and returns.
             rng: a PRNG key for the loss function.
             ema: whether to keep a moving average of the parameters.
 
         Raises:
-            ValueError: if a leaf is no array.
+            ValueError: if a leaf is no array, or `rng` is no PRNG key.
 
         Example:
             >>> tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_bfloat16")
@@ -205,14 +212,17 @@ class TrainState:
             0
         """
         params = _tree.fresh_arrays(params)
-        return cls(
+        if rng is not None and not (_tree.is_key(rng) or dtype_of(rng) == np.dtype(np.uint32)):
+            raise ValueError(f"rng is {rng!r}, but must be a PRNG key: use jax.random.key(0).")
+        state = cls(
             step=jnp.int32(0),
             params=params,
             opt_state=_tree.fresh_arrays(tx.init(params)),
             model_state=_tree.fresh_arrays(model_state),
             rng=_tree.fresh_arrays(rng),
-            ema_params=_tree.fresh_arrays(jax.tree.map(_tree.widen_leaf, params)) if ema else None,
+            ema_params=_tree.fresh_arrays(_tree.cast_to_full(params)) if ema else None,
         )
+        return _tree.commit_like(state, params)
 
 
 @_tree.register_state(
@@ -259,6 +269,7 @@ def make_train_step(
     *,
     microbatches: int = 1,
     ema_decay: float | None = None,
+    pass_value: bool = False,
     donate: bool = True,
 ) -> Callable[[TrainState, Any], tuple[TrainState, StepInfo]]:
     """Returns a jitted training step.
@@ -275,6 +286,8 @@ def make_train_step(
         microbatches: into how many equal parts to split the leading axis of the batch. They run
             one after the other, gradients accumulate in f32, and one update follows.
         ema_decay: the decay of the moving average; needs `TrainState.create(..., ema=True)`.
+        pass_value: whether to call `tx.update(..., value=loss)`, as
+            `optax.contrib.reduce_on_plateau` needs.
         donate: whether the state's memory is reused for the new state; the old one is gone then.
 
     Returns:
@@ -296,7 +309,8 @@ def make_train_step(
     """
     policy, tx = get_policy(policy), optax.with_extra_args_support(tx)
     _microbatch.check_count(microbatches)
-    if ema_decay is not None and not 0 <= ema_decay < 1:
+    is_number = isinstance(ema_decay, int | float)
+    if ema_decay is not None and not (is_number and 0 <= ema_decay < 1):
         raise ValueError(f"ema_decay is {ema_decay!r}, but lies in [0, 1): use 0.999.")
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
@@ -309,15 +323,17 @@ def make_train_step(
         rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 
         def grads_of(part: Any, model_state: Any, rng: Any) -> tuple[LossOutput, Any]:
-            fun = functools.partial(_call_loss, loss_fn, model_state, rng)
+            fun = functools.partial(call_loss, loss_fn, model_state, rng)
             grad_fn = value_and_grad(fun, policy, has_aux=True, loss_scale=before.loss_scale)
             (loss, output), grads = grad_fn(state.params, part)
-            return dataclasses.replace(output, loss=loss), grads
+            new_model_state = _tree.like(output.model_state, model_state)
+            return _tree.replace_state(output, loss=loss, model_state=new_model_state), grads
 
         output, grads = _microbatch.accumulate(
             grads_of, batch, state.model_state, rng, microbatches
         )
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=output.loss)
+        extra_args = {"value": output.loss} if pass_value else {}
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra_args)
         after = get_mixed_precision_state(opt_state)
         params = apply_updates(state.params, updates)
         new_state = TrainState(
@@ -342,38 +358,9 @@ def make_train_step(
     return jax.jit(step, donate_argnums=(0,) if donate else ())
 
 
-def _call_loss(
-    loss_fn: Callable[..., Any], model_state: Any, rng: Any, params: Any, batch: Any
-) -> tuple[Any, LossOutput]:
-    given = {"model_state": model_state, "rng": rng}
-    result = loss_fn(params, batch, **{k: v for k, v in given.items() if v is not None})
-    output = result if isinstance(result, LossOutput) else LossOutput(result)
-    if model_state is None and output.model_state is not None:
-        raise ValueError(
-            "The loss function returned a model_state, but the TrainState has none. Give the "
-            "initial one to TrainState.create(..., model_state=...)."
-        )
-    kept = model_state if output.model_state is None else output.model_state
-    if jax.tree.structure(kept) != jax.tree.structure(model_state):
-        names = set(_tree.leaf_names(kept)) ^ set(_tree.leaf_names(model_state))
-        raise ValueError(
-            "The loss function returned a model_state of another structure than it was given; "
-            f"leaves in only one of them:\n{bullet_list(sorted(names))}\n"
-            "Return every leaf of the model_state."
-        )
-    weight = jnp.float32(1) if output.weight is None else output.weight
-    if dtype_of(weight) is None or jnp.shape(weight) != ():
-        raise ValueError(f"The weight has shape {jnp.shape(weight)}, but must be a scalar.")
-    weight = lax.stop_gradient(jnp.asarray(weight).astype(jnp.float32))
-    aux = LossOutput(
-        None, weight=weight, metrics=output.metrics, model_state=_tree.like(kept, model_state)
-    )
-    return output.loss, aux
-
-
 def _global_norm(grads: Any) -> jax.Array:
-    """Returns the global 2-norm of the float and complex leaves: f32[], or f64[] for f64 ones."""
-    leaves = [leaf for leaf in jax.tree.leaves(grads) if is_inexact(dtype_of(leaf))]
+    """Returns the global 2-norm of the float and complex leaves: f32[]."""
+    leaves = [leaf for leaf in jax.tree.leaves(grads) if has_gradient(dtype_of(leaf))]
     squares = [jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32) for leaf in leaves]
     return jnp.sqrt(functools.reduce(jnp.add, squares))
 
@@ -384,7 +371,7 @@ def _update_ema(finite: jax.Array, decay: float | None, ema: Any, params: Any) -
 
     def leaf_fn(average: Any, param: Any) -> Any:
         dtype = dtype_of(average)
-        if not is_inexact(dtype):
+        if not has_gradient(dtype):
             return param
         wide = widened(dtype)
         step = jnp.asarray(1 - decay, jnp.float32).astype(wide)

@@ -17,7 +17,8 @@ from flax import serialization
 import jaxmp
 import jaxmp.linen
 from jaxmp import checkpoint
-from jaxmp.checkpoint import CheckpointMismatchError
+from jaxmp._checksum import checksum
+from jaxmp.checkpoint import CheckpointDamagedError, CheckpointMismatchError
 from jaxmp.optim import get_mixed_precision_state
 from tests.test_mixed_precision import assert_same_bits
 from tests.test_train import adamw, copy, linear_loss, make_batch, start
@@ -231,7 +232,7 @@ def test_steps(tmp_path):
         checkpoint.restore(tmp_path, {"i": 0}, step=1)
     with pytest.raises(FileNotFoundError, match=r"Steps there: none\."):
         checkpoint.restore(tmp_path / "nowhere", {"i": 0})
-    with pytest.raises(ValueError, match=r"Step 10 is in .* already, and is not overwritten"):
+    with pytest.raises(ValueError, match="Step 10 is not after step 10, the newest in"):
         checkpoint.save(tmp_path, {"i": 0}, step=10)
     assert checkpoint.restore(tmp_path, {"i": 0}) == {"i": 10}
 
@@ -239,7 +240,7 @@ def test_steps(tmp_path):
 def test_bad_input_writes_nothing(tmp_path):
     target = tmp_path / "new"
     with pytest.raises(
-        ValueError, match="cannot be saved:\n  f: builtin_function_or_method\n  o: obj"
+        ValueError, match="cannot be in a checkpoint:\n  f: builtin_function_or_method\n  o: obj"
     ):
         checkpoint.save(target, {"f": print, "o": object(), "w": jnp.ones(2)}, step=0)
     with pytest.raises(ValueError, match="Two leaves have one name"):
@@ -250,7 +251,7 @@ def test_bad_input_writes_nothing(tmp_path):
         checkpoint.save(target, start(adamw()), step=-1)
     with pytest.raises(ValueError, match="keep is 0"):
         checkpoint.save(target, {"w": jnp.ones(2)}, step=0, keep=0)
-    with pytest.raises(ValueError, match="cannot be saved:\n  w: "):
+    with pytest.raises(ValueError, match="cannot be in a checkpoint:\n  w: "):
         jax.jit(lambda w: checkpoint.save(target, {"w": w}, step=0))(jnp.ones(2))
     assert not target.exists()
 
@@ -264,6 +265,94 @@ def test_a_sharded_template_gets_its_sharding(tmp_path):
         got = checkpoint.restore(tmp_path, template)
         assert_same_bits(got, tree)
     assert checkpoint.restore(tmp_path, tree)["w"].sharding == sharding
+
+
+@pytest.mark.parametrize("name", [*DTYPES, "float64", "int64"])
+def test_checksums_are_the_same_on_host_and_device_and_see_one_bit(name):
+    with jax.enable_x64(True):
+        array = every_dtype().get(name)
+        array = jnp.arange(1.0, 16.0).astype(name).reshape(3, 5) if array is None else array
+        host = np.array(array)
+        want = checksum(host)
+        if name not in ("float4_e2m1fn", "int2"):
+            assert checksum(array) == want
+        for where in (0, 7, 14):
+            bits = host.copy().reshape(-1).view(np.uint8)
+            bits[where * host.itemsize] ^= 1
+            assert checksum(bits.view(host.dtype)) != want
+
+
+def test_one_flipped_bit_is_found(tmp_path):
+    tree = {"a": jnp.arange(4096.0), "b": {"c": jnp.ones(3, jnp.bfloat16)}}
+    for step in (1, 2):
+        checkpoint.save(tmp_path, tree, step=step)
+    data = max((tmp_path / "2" / "arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
+    contents = bytearray(data.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    data.write_bytes(contents)
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Step 2 in .* is damaged(.|\n)*step="
+    ) as error:
+        checkpoint.restore(tmp_path, tree)
+    assert "a" in str(error.value)
+    assert_same_bits(checkpoint.restore(tmp_path, tree, step=1), tree)
+
+
+@pytest.mark.parametrize("damage", ["truncate", "delete", "garbage"])
+@pytest.mark.parametrize("part", ["manifest/metadata", "arrays"])
+def test_damaged_files_are_reported(tmp_path, damage, part):
+    checkpoint.save(tmp_path, {"a": jnp.arange(4096.0)}, step=1)
+    path = tmp_path / "1" / part
+    files = [path] if path.is_file() else [file for file in path.rglob("d/*") if file.is_file()]
+    for file in files:
+        if damage == "delete":
+            file.unlink()
+        else:
+            contents = file.read_bytes()
+            file.write_bytes(contents[: len(contents) // 2] if damage == "truncate" else b"\xff{")
+    with pytest.raises(
+        CheckpointDamagedError, match=r"Step 1 in .* is damaged, and is not restored"
+    ):
+        checkpoint.restore(tmp_path, {"a": jnp.zeros(4096)})
+
+
+def test_no_checkpoint_is_lost_to_a_number(tmp_path):
+    """A step after a roll back, a directory of others, numbers that are none."""
+    tree = {"w": jnp.ones(2)}
+    for step in (10, 20):
+        checkpoint.save(tmp_path / "mine", tree, step=step)
+    with pytest.raises(ValueError, match="Step 15 is not after step 20"):
+        checkpoint.save(tmp_path / "mine", tree, step=15, keep=1)
+    for bad in (4.5, "5", -3):
+        with pytest.raises(ValueError, match="number is an integer from 0"):
+            checkpoint.save(tmp_path / "mine", tree, step=bad)
+    (tmp_path / "theirs" / "12").mkdir(parents=True)
+    assert checkpoint.latest_step(tmp_path / "theirs") is None
+    with pytest.raises(FileNotFoundError, match="Steps there: none"):
+        checkpoint.restore(tmp_path / "theirs", tree)
+    with pytest.raises(ValueError, match="holds 12, which jaxmp did not write"):
+        checkpoint.save(tmp_path / "theirs", tree, step=13, keep=1)
+    assert (tmp_path / "theirs" / "12").is_dir()
+
+
+def test_numpy_scalars_and_empty_keys(tmp_path):
+    tree = {
+        "bool": np.bool_(True),
+        "bf16": np.asarray(2, jnp.bfloat16)[()],
+        "int": np.int64(2**40),
+        "keys": jax.random.split(jax.random.key(0), 3)[:0],
+    }
+    checkpoint.save(tmp_path, tree, step=0)
+    got = checkpoint.restore(tmp_path, tree)
+    for name in ("bool", "bf16", "int"):
+        assert type(got[name]) is type(tree[name])
+        assert got[name] == tree[name]
+    assert (got["keys"].shape, got["keys"].dtype) == ((0,), tree["keys"].dtype)
+    for bad in (np.str_("a"), np.longdouble(1), np.array(["a"]), np.array([object()])):
+        with pytest.raises(ValueError, match="cannot be in a checkpoint"):
+            checkpoint.save(tmp_path, {"bad": bad}, step=1)
+    with pytest.raises(ValueError, match="cannot be in a checkpoint:\n  f: "):
+        checkpoint.restore(tmp_path, tree | {"f": print})
 
 
 WRITER = """

@@ -226,7 +226,7 @@ def test_every_option_survives(scale):
     ]
     for again in copies:
         assert type(again) is type(scale)
-        assert str(jax.tree.map(jnp.asarray, again)) == str(scale)
+        assert str(jax.tree.map(np.asarray, again)) == str(jax.tree.map(np.asarray, scale))
 
 
 def test_vmap_gives_each_lane_its_own_scale():
@@ -307,3 +307,11 @@ def test_jmps_objects_are_taken():
     for bad in (3.0, None, "dynamic", jaxmp.DynamicLossScale):
         with pytest.raises(TypeError, match="must be a loss scale object"):
             as_loss_scale(bad)
+
+
+@pytest.mark.parametrize(
+    "options", [{"period": "a"}, {"period": float("nan")}, {"period": 2**31}, {"factor": "x"}]
+)
+def test_options_that_are_no_numbers(options):
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is "):
+        jaxmp.DynamicLossScale(**options)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training import train_state
 
 import jaxmp
 from jaxmp.optim import apply_updates, get_mixed_precision_state, raise_for_skips
@@ -302,7 +304,7 @@ def test_multi_steps_around_the_wrapper_never_lets_a_nan_through():
         params = optax.apply_updates(params, updates)
     np.testing.assert_array_equal(params["w"], [0.5] * 3)
     with pytest.raises(FloatingPointError, match="3 steps in a row"):
-        raise_for_skips(state, params, limit=3)
+        raise_for_skips(state, limit=3)
 
 
 def test_a_users_own_skip_leaves_nothing_half_done():
@@ -349,7 +351,7 @@ def test_a_nan_at_every_scale_ends_in_a_clear_error():
         return optax.apply_updates(params, updates), state
 
     new, state = params, tx.init(params)
-    raise_for_skips(state, params, limit=1)
+    raise_for_skips(state, limit=1)
     for _ in range(200):
         new, state = step(new, state)
     assert_same_bits(new, params)
@@ -357,8 +359,8 @@ def test_a_nan_at_every_scale_ends_in_a_clear_error():
     assert int(state.skip_streak) == 200
     assert step._cache_size() == 1
     with pytest.raises(FloatingPointError, match=r"200 steps in a row.*to 1\.0.*'poisoned'"):
-        raise_for_skips(state, params)
-    raise_for_skips(state, params, limit=201)
+        raise_for_skips(state)
+    raise_for_skips(state, limit=201)
 
 
 def test_leaves_without_a_gradient_pass_through():
@@ -514,7 +516,7 @@ def test_a_transform_that_drifts_in_dtype_is_held():
 
         def update(updates, state, params=None):
             halves = jax.tree.map(lambda u: u.astype(jnp.bfloat16), updates)
-            state = {"count": state["count"] + 1.0, "mean": state["mean"] + updates["w"]}
+            state = {"count": state["count"] + 1, "mean": state["mean"] + updates["w"]}
             return halves, state
 
         return optax.GradientTransformation(init, update)
@@ -523,12 +525,12 @@ def test_a_transform_that_drifts_in_dtype_is_held():
     for transform in (lambda f: f, jax.jit):
         tx = jaxmp.mixed_precision(drifting(), "mixed_bfloat16")
         state, update = tx.init(params), transform(tx.update)
-        for i in range(3):
+        for _ in range(3):
             updates, new_state = update({"w": jnp.full(3, 0.5)}, state, params)
             assert updates["w"].dtype == jnp.float32
             assert_same_kind(new_state, state)
             state = new_state
-        assert int(state.inner_state["count"]) == i + 1
+        assert int(state.inner_state["count"]) == 3
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -544,3 +546,77 @@ def test_an_ensemble_skips_lane_by_lane(jit):
     np.testing.assert_array_equal(state.inner_state[0].count, [1, 1, 0, 1])
     scales = [2.0**15, 2.0**15, 2.0**14, 2.0**15]
     np.testing.assert_array_equal(state.loss_scale.loss_scale, scales)
+
+
+def test_every_state_of_one_transform_has_buffers_of_its_own():
+    """A donated state must not take another one, or the user's loss scale, with it."""
+    scale = jaxmp.DynamicLossScale(2.0**4)
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16", scale)
+    step = jax.jit(lambda state, grads: tx.update(grads, state)[1], donate_argnums=0)
+    params = {"w": jnp.ones(2)}
+    for _ in range(2):
+        step(tx.init(params), params)
+    assert float(scale.loss_scale) == 16.0
+
+
+def test_a_transform_built_inside_jit_works_outside():
+    built = []
+
+    @jax.jit
+    def build(x):
+        built.append(jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16"))
+        return x
+
+    build(1.0)
+    state = built[0].init({"w": jnp.ones(2)})
+    assert float(jaxmp.get_loss_scale(state).loss_scale) == 2.0**15
+
+
+def test_the_name_is_right_where_the_wrapper_sees_a_part_of_the_tree():
+    tx = optax.partition(
+        {"a": jaxmp.mixed_precision(optax.adam(0.1), "mixed_float16"), "f": optax.set_to_zero()},
+        {"b": "f", "w": "a"},
+    )
+    params = {"b": jnp.ones(2), "w": jnp.ones(2)}
+    _, state = tx.update(params | {"w": jnp.full(2, jnp.nan)}, tx.init(params), params)
+    with pytest.raises(FloatingPointError, match="that of 'w'"):
+        raise_for_skips(state, limit=1)
+    with pytest.raises(ValueError, match="limit is 0"):
+        raise_for_skips(state, limit=0)
+
+
+def test_a_skipped_step_keeps_minus_zeros_of_complex_parameters():
+    params = {"c": jax.lax.complex(jnp.array([-0.0, 1.0]), jnp.array([-0.0, -0.0]))}
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "float32")
+    for transform in (lambda f: f, jax.jit):
+        bad = {"c": jnp.full(2, jnp.nan, jnp.complex64)}
+        updates, _ = transform(tx.update)(bad, tx.init(params), params)
+        assert_same_bits(transform(apply_updates)(params, updates), params)
+
+
+def test_gradients_of_another_shape_are_rejected():
+    params = {"w": jnp.ones(3)}
+    tx = jaxmp.mixed_precision(optax.sgd(0.1), "float32")
+    for shape in ((2, 3), ()):
+        with pytest.raises(
+            ValueError, match=r"gradient of 'w' has shape .* the parameter has \(3,\)"
+        ):
+            tx.update({"w": jnp.ones(shape)}, tx.init(params), params)
+
+
+def test_flax_train_states_and_optimizers():
+    tx = jaxmp.mixed_precision(optax.adam(0.1), "mixed_float16")
+    params = {"w": jnp.ones(3)}
+    state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    good = state.apply_gradients(grads=params)
+    bad = good.apply_gradients(grads={"w": jnp.full(3, jnp.inf)})
+    assert_same_bits(bad.params, good.params)
+    assert float(jaxmp.get_loss_scale(bad.opt_state).loss_scale) == 2.0**14
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = jax.tree.map(jnp.zeros_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, jax.tree.map(lambda g: g + jnp.nan, grads))
+    found = get_mixed_precision_state(optimizer.opt_state)
+    assert not bool(found.finite)
+    with pytest.raises(FloatingPointError, match="1 steps in a row"):
+        raise_for_skips(optimizer.opt_state, limit=1)

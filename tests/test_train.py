@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jaxmp
 from jaxmp import LossOutput, TrainState, make_train_step
@@ -359,9 +360,9 @@ def test_a_batch_without_any_weight_is_skipped():
         ({"microbatches": 2}, {}, linear_loss, {"x": jnp.float32(1)}, r"'x' has shape \(\)"),
         ({"ema_decay": 0.9}, {}, linear_loss, make_batch(), r"created with ema=False"),
         ({}, {"ema": True}, linear_loss, make_batch(), r"ema_decay is None.*ema=True"),
-        ({}, {}, lambda p, b: b["x"], make_batch(), r"must be a real scalar"),
+        ({}, {}, lambda p, b: b["x"], make_batch(), r"must be a floating-point scalar"),
         ({}, {}, lambda p, b: LossOutput(linear_loss(p, b), weight=jnp.ones(2)), make_batch(),
-         r"weight has shape \(2,\)"),
+         r"weight is float32\[2\], but"),
         ({}, {}, lambda p, b: LossOutput(linear_loss(p, b), model_state={"a": 1}), make_batch(),
          r"but the TrainState has none"),
         ({}, {"model_state": {"a": 1, "b": 2}},
@@ -390,3 +391,227 @@ def test_bad_options():
     step = make_train_step(linear_loss, optax.adam(0.1), "float32")
     with pytest.raises(ValueError, match=r"wrap the optimizer, tx = jaxmp.mixed_precision"):
         step(start(optax.adam(0.1)), make_batch())
+
+
+def mesh_of(axis_type):
+    return jax.make_mesh((4,), ("data",), axis_types=(axis_type,))
+
+
+@pytest.mark.parametrize("axis_type", list(jax.sharding.AxisType)[:2], ids=str)
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_sharded_batch_stays_sharded_and_the_step_compiles_once(axis_type, k):
+    """Microbatches must not gather the batch, and a state on a mesh is a fixed point."""
+    mesh = mesh_of(axis_type)
+
+    def on_mesh(x, *spec):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.device_put(x, sharding)
+
+    tx = jaxmp.mixed_precision(optax.adam(0.1), "float32")
+    step = make_train_step(
+        lambda p, b: jnp.mean((b @ p["w"]) ** 2), tx, "float32", microbatches=k, donate=False
+    )
+    weights, batch = jnp.full((64, 64), 0.1), jnp.asarray(np.random.randn(64, 64), jnp.float32)
+    _, want = step(TrainState.create({"w": weights}, tx), batch)
+    step = make_train_step(lambda p, b: jnp.mean((b @ p["w"]) ** 2), tx, "float32", microbatches=k)
+    state, sharded = TrainState.create({"w": on_mesh(weights)}, tx), on_mesh(batch, "data")
+    text = step.lower(state, sharded).compile().as_text()
+    assert "all-gather" not in text
+    assert f"f32[{16 // k},64]" in text, "each device computes its own rows"
+    before = jax.tree.map(lambda x: x.sharding, state)
+    state, info = step(state, sharded)
+    np.testing.assert_allclose(info.loss, want.loss, rtol=1e-5)
+    for _ in range(2):
+        state, info = step(state, sharded)
+    assert step._cache_size() == 1
+    assert jax.tree.map(lambda x: x.sharding, state) == before
+
+
+def test_a_state_on_one_chosen_device_compiles_once():
+    device = jax.devices()[2]
+    tx = adamw()
+    params = jax.device_put({"w": jnp.full((4, 2), 0.5)}, device)
+    state = TrainState.create(params, tx, rng=jax.random.key(0), ema=True)
+    assert {leaf.devices().copy().pop() for leaf in jax.tree.leaves(state)} == {device}
+    step = make_train_step(lambda p, b, rng: linear_loss(p, b), tx, "mixed_float16", ema_decay=0.9)
+    for i in range(3):
+        state, _ = step(state, jax.device_put(make_batch(i), device))
+    assert step._cache_size() == 1
+
+
+def test_per_example_metrics_keep_the_order_of_the_batch():
+    tx = jaxmp.mixed_precision(optax.sgd(0.0), "float32")
+
+    def loss_fn(params, batch):
+        return LossOutput(jnp.mean(params["w"]), metrics={"x": batch["x"][:, 0]})
+
+    for k in (1, 2, 8):
+        step = make_train_step(loss_fn, tx, "float32", microbatches=k, donate=False)
+        _, info = step(start(tx), make_batch())
+        np.testing.assert_array_equal(info.metrics["x"], make_batch()["x"][:, 0])
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_metrics_do_not_overflow_in_their_own_dtype(k):
+    values = {
+        "u8": jnp.uint8(200),
+        "i16": jnp.int16(30000),
+        "f16": jnp.float16(60000),
+        "f8": jnp.asarray(400, jnp.float8_e4m3fn),
+        "python": 1.5,
+    }
+    tx = adamw("p=f32,c=f16,o=f16")
+    step = make_train_step(
+        lambda p, b: LossOutput(linear_loss(p, b), weight=70000.0, metrics=values),
+        tx, "p=f32,c=f16,o=f16", microbatches=k,
+    )  # fmt: skip
+    _, info = step(start(tx), make_batch())
+    got = {name: (float(x), str(x.dtype)) for name, x in info.metrics.items()}
+    assert got == {
+        "u8": (200 * k, "uint32"),
+        "i16": (30000 * k, "int32"),
+        "f16": (60000, "float32"),
+        "f8": (jnp.asarray(400, jnp.float8_e4m3fn), "float32"),
+        "python": (1.5, "float32"),
+    }
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_half_and_odd_leaves_in_the_model_state(k):
+    model_state = {
+        "half": jnp.ones(2, jnp.bfloat16),
+        "fp8": jnp.ones(2, jnp.float8_e4m3fn),
+        "n": jnp.int32(1),
+        "flag": jnp.array(True),
+        "key": jax.random.key(0),
+    }
+
+    def loss_fn(params, batch, *, model_state):
+        assert model_state["half"].dtype == jnp.bfloat16, "reaches the function uncast"
+        new = model_state | {"half": model_state["half"] * 2, "n": model_state["n"] + 1}
+        return LossOutput(linear_loss(params, batch), model_state=new)
+
+    tx = adamw("mixed_bfloat16")
+    state = start(tx, model_state=model_state)
+    state, _ = make_train_step(loss_fn, tx, "mixed_bfloat16", microbatches=k)(state, make_batch())
+    assert int(state.model_state["n"]) == 1 + k
+    assert float(state.model_state["half"][0]) == 2**k
+    assert {n: x.dtype for n, x in state.model_state.items()} == {
+        n: x.dtype for n, x in model_state.items()
+    }
+
+
+def test_parameters_may_hold_fp8_leaves():
+    """Case B44's kind: an fp8 leaf has no gradient and is left alone."""
+    tx = adamw("mixed_bfloat16")
+    params = {"w": jnp.full((4, 2), 0.5), "f8": jnp.ones(2, jnp.float8_e4m3fn)}
+    state = TrainState.create(params, tx, ema=True)
+    step = make_train_step(linear_loss, tx, "mixed_bfloat16", microbatches=2, ema_decay=0.9)
+    state, info = step(state, make_batch())
+    assert state.params["f8"].dtype == state.ema_params["f8"].dtype == jnp.float8_e4m3fn
+    assert not bool(info.skipped)
+
+
+def test_flax_nnx_batch_norm_as_model_state():
+    """Case B26's kind: batch statistics are carried, and restored on a skip."""
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+            self.out = nnx.Linear(4, 2, rngs=rngs)
+
+        def __call__(self, x):
+            return self.out(self.norm(x))
+
+    graphdef, params, stats = nnx.split(Net(nnx.Rngs(0)), nnx.Param, nnx.BatchStat)
+
+    def loss_fn(params, batch, *, model_state):
+        model = nnx.merge(graphdef, params, model_state)
+        loss = jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+        return LossOutput(loss, model_state=nnx.state(model, nnx.BatchStat))
+
+    with jax.numpy_dtype_promotion("standard"):  # Flax promotes within its layers
+        for k in (1, 2):
+            tx = adamw("mixed_bfloat16")
+            step = make_train_step(loss_fn, tx, "mixed_bfloat16", microbatches=k, donate=False)
+            state = TrainState.create(params, tx, model_state=stats)
+            state, info = step(state, make_batch())
+            assert not bool(info.skipped)
+            moved = jax.tree.leaves(state.model_state)
+            assert not np.array_equal(moved[0], jax.tree.leaves(stats)[0])
+            bad = make_batch() | {"y": make_batch()["y"].at[0].set(jnp.nan)}
+            skipped, info = step(state, bad)
+            assert bool(info.skipped)
+            assert_same_bits(jax.tree.leaves(skipped.model_state), moved)
+
+
+def test_the_value_is_passed_if_asked_for():
+    chain = optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau(patience=1, cooldown=0))
+    tx = jaxmp.mixed_precision(chain, "float32")
+    step = make_train_step(lambda p, b: jnp.sum(p["w"]) * 0 + 1, tx, "float32", pass_value=True)
+    state = start(tx)
+    for _ in range(5):
+        state, _ = step(state, make_batch())
+    assert float(get_mixed_precision_state(state).inner_state[1].scale) < 1
+
+
+def test_leaves_of_another_length_are_not_split_silently():
+    tx = adamw("float32")
+    step = make_train_step(linear_loss, tx, "float32", microbatches=2)
+    with pytest.raises(ValueError, match=r"leading axes: '.*' of . and '.*' of .\. Each example"):
+        step(start(tx), make_batch() | {"class_weights": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (
+            lambda p, b: LossOutput(linear_loss(p, b), weight=jnp.sum(b["x"])),
+            r"weight is float16, in",
+        ),
+        (lambda p, b: LossOutput(linear_loss(p, b), weight="a"), "weight is str, but"),
+        (lambda p, b: LossOutput(linear_loss(p, b), weight=1j), r"weight is complex64\[\], but"),
+        (
+            lambda p, b: LossOutput(linear_loss(p, b), metrics={"k": jax.random.key(0)}),
+            "Metric 'k'",
+        ),
+        (lambda p, b: (linear_loss(p, b), {}), r"The loss is tuple.*LossOutput\(loss, metrics"),
+    ],
+)
+def test_bad_loss_outputs(output, words):
+    tx = adamw()
+    with pytest.raises(ValueError, match=words):
+        make_train_step(output, tx, "mixed_float16")(start(tx), make_batch())
+
+
+@pytest.mark.parametrize(
+    ("new", "words"),
+    [
+        (
+            {"a": jnp.ones(2, jnp.complex64), "n": jnp.int32(0)},
+            r"'a' is complex64\[2\], but was float32\[2\]",
+        ),
+        ({"a": jnp.ones(2), "n": jnp.float32(0.7)}, r"'n' is float32\[\], but was int32\[\]"),
+        ({"a": jnp.ones(3), "n": jnp.int32(0)}, r"'a' is float32\[3\], but was float32\[2\]"),
+    ],
+)
+def test_a_model_state_keeps_its_shapes_and_kinds_of_numbers(new, words):
+    """Case B05's kind: no imaginary part and no fraction is dropped silently."""
+    tx = adamw()
+    step = make_train_step(
+        lambda p, b, model_state: LossOutput(linear_loss(p, b), model_state=new),
+        tx,
+        "mixed_float16",
+    )
+    state = start(tx, model_state={"a": jnp.zeros(2), "n": jnp.int32(0)})
+    with pytest.raises(ValueError, match=words):
+        step(state, make_batch())
+
+
+def test_create_rejects_what_is_no_state():
+    with pytest.raises(ValueError, match="rng is 5, but must be a PRNG key"):
+        start(adamw(), rng=5)
+    with pytest.raises(ValueError, match=r"'w' is a ShapeDtypeStruct.*jax.eval_shape"):
+        TrainState.create({"w": jax.ShapeDtypeStruct((2,), jnp.float32)}, adamw())
+    shapes = jax.eval_shape(lambda: start(adamw(), rng=jax.random.PRNGKey(0)))
+    assert shapes.params["w"].shape == (4, 2)

@@ -13,7 +13,7 @@ from tests.test_tree import odd_tree
 
 EPS = {"float32": 2.0**-24, "mixed_bfloat16": 2.0**-8, "mixed_float16": 2.0**-11}
 SCALES = {
-    "none": None,
+    "none": jaxmp.NoOpLossScale(),
     "static": jaxmp.StaticLossScale(2.0**8),
     "dynamic": jaxmp.DynamicLossScale(2.0**8),
     "no power of two": jaxmp.DynamicLossScale(300.0),
@@ -78,7 +78,8 @@ def test_the_function_runs_in_the_compute_dtype():
     args = {"w": jnp.ones(3)}, np.ones(3, np.float32)
     keywords = {"mask": jnp.ones(3, jnp.int32), "key": jax.random.key(0)}
     for policy, dtype in {"mixed_bfloat16": jnp.bfloat16, "mixed_float16": jnp.float16}.items():
-        loss, grads = jaxmp.value_and_grad(loss_fn, policy)(*args, **keywords)
+        grad_fn = jaxmp.value_and_grad(loss_fn, policy, loss_scale=jaxmp.NoOpLossScale())
+        loss, grads = grad_fn(*args, **keywords)
         assert (seen["params"], seen["x"], seen["mask"]) == (dtype, dtype, jnp.int32)
         assert seen["key"] == keywords["key"].dtype
         assert (loss.dtype, grads["w"].dtype) == (jnp.float32, jnp.float32)
@@ -206,7 +207,7 @@ def test_rules_by_path_and_unused_rules():
 @pytest.mark.parametrize(
     ("loss_fn", "words"),
     [
-        (lambda w: w, r"The loss is float32\[2\], but must be a real scalar"),
+        (lambda w: w, r"The loss is float32\[2\], but must be a floating-point scalar"),
         (lambda w: jnp.sum(w).astype(jnp.complex64), r"The loss is complex64\[\]"),
         (lambda w: jnp.int32(1), r"The loss is int32\[\]"),
         (lambda w: None, "The loss is NoneType"),
@@ -230,3 +231,41 @@ def test_other_bad_input():
         jaxmp.value_and_grad(jnp.sum, "float32", loss_scale=128.0)
     with pytest.raises(ZeroDivisionError):
         jaxmp.value_and_grad(lambda w: 1 / 0, "float32")(jnp.ones(2))
+
+
+def test_an_fp8_loss_is_widened():
+    grad_fn = jaxmp.value_and_grad(
+        lambda w: (w**2).astype(jnp.float8_e4m3fn), "float32", loss_scale=SCALES["static"]
+    )
+    loss, grads = grad_fn(jnp.float32(2.0))
+    assert (float(loss), loss.dtype, float(grads)) == (4.0, jnp.float32, 4.0)
+
+
+def test_argnums_that_jax_would_not_take():
+    def loss_fn(a, b):
+        return jnp.sum(a**2) + jnp.sum(b)
+
+    args = jnp.ones(2), jnp.ones(2)
+    for bad, words in (((0, 0), "twice"), ((0, -2), "twice"), (2, "2 positional"), (-3, "argnums")):
+        with pytest.raises(ValueError, match=words):
+            jaxmp.value_and_grad(loss_fn, "float32", argnums=bad)(*args)
+    with pytest.raises(ValueError, match="0 positional arguments"):
+        jaxmp.value_and_grad(loss_fn, "float32")(a=args[0], b=args[1])
+    _, grads = jaxmp.value_and_grad(loss_fn, "float32", argnums=np.int64(1))(*args)
+    np.testing.assert_array_equal(grads, [1.0, 1.0])
+
+
+def test_a_forgotten_loss_scale_is_reported():
+    """Case B51: f16 without scaling loses small gradients, so it is not silent."""
+    for policy in ("mixed_float16", jaxmp.Policy(rules={"stem": "mixed_float16"})):
+        with pytest.warns(
+            UserWarning, match=r"vanish in float16. Give value_and_grad a loss_scale"
+        ):
+            jaxmp.value_and_grad(jnp.sum, policy)
+    jaxmp.value_and_grad(jnp.sum, "mixed_float16", loss_scale=jaxmp.NoOpLossScale())
+    jaxmp.value_and_grad(jnp.sum, "mixed_bfloat16")
+
+
+def test_a_recipe_in_a_rule_is_not_ignored():
+    with pytest.raises(ValueError, match="cannot run"):
+        jaxmp.value_and_grad(jnp.sum, jaxmp.Policy(rules={"w": "mixed_float8"}))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._dtypes import dtype_of, is_inexact, widened
+from jaxmp._dtypes import dtype_of, has_gradient, widened
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def apply_updates(params: T, updates: Any) -> T:
 
     def leaf_fn(param: Any, update: Any) -> Any:
         dtype = dtype_of(param)
-        if dtype is None or not is_inexact(dtype) or not is_inexact(dtype_of(update)):
+        if not has_gradient(dtype) or not has_gradient(dtype_of(update)):
             return param
         wide = widened(dtype)
         param, update = (lax.convert_element_type(jnp.asarray(x), wide) for x in (param, update))

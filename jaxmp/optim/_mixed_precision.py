@@ -1,18 +1,31 @@
 """The optax transform that a mixed precision program wraps its optimizer in."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jaxmp import _tree
-from jaxmp._dtypes import HALF_DTYPES, dtype_of, is_inexact
+from jaxmp._dtypes import HALF_DTYPES, dtype_of, has_gradient
 from jaxmp._errors import bullet_list
 from jaxmp.loss_scale import as_loss_scale, default_loss_scale
 from jaxmp.optim._gate import run_or_skip
 from jaxmp.policy import Policy, get_policy
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class GradientNames:
+    """The names of the gradients that a `MixedPrecisionState` looks at, for messages."""
+
+    names: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return f"GradientNames(<{len(self.names)}>)"
 
 
 class MixedPrecisionState(NamedTuple):
@@ -21,11 +34,12 @@ class MixedPrecisionState(NamedTuple):
     Attributes:
         inner_state: the state of the wrapped transform; as it was after the last clean step.
         loss_scale: the loss scale of the next step.
-        nonfinite_leaf: i32[], which gradient, counted in the order of `jax.tree.leaves`, was the
-            first that was infinite or NaN in the last step; -1 if the step was clean.
+        nonfinite_leaf: i32[], which of `gradients` was the first that was infinite or NaN in the
+            last step; -1 if the step was clean.
         step: i32[], steps attempted.
         skipped_steps: i32[], steps skipped.
         skip_streak: i32[], steps skipped in a row up to the last one.
+        gradients: the names of the gradients; static.
     """
 
     inner_state: Any
@@ -34,11 +48,12 @@ class MixedPrecisionState(NamedTuple):
     step: jax.Array
     skipped_steps: jax.Array
     skip_streak: jax.Array
+    gradients: GradientNames
 
     @property
     def finite(self) -> jax.Array:
         """bool[], whether the last step was clean."""
-        return self.nonfinite_leaf < 0
+        return jnp.asarray(self.nonfinite_leaf) < 0
 
 
 def mixed_precision(
@@ -52,7 +67,8 @@ def mixed_precision(
     it, stays as it was, bit for bit, the updates are -0.0 (the one number that changes no
     parameter when added), and the loss scale backs off. Every float and complex gradient counts
     in the check, those of parameters that `tx` freezes too. Wrap last, around `optax.MultiSteps`
-    too: its accumulators, left outside, would keep a NaN for ever.
+    too: its accumulators, left outside, would keep a NaN for ever. Across devices, reduce the
+    gradients before `update`, so that every device decides alike.
 
     Args:
         tx: any optax transform or chain.
@@ -81,11 +97,10 @@ def mixed_precision(
     policy = get_policy(policy)
     inner = optax.with_extra_args_support(tx)
     if loss_scale is None:
-        computed_in = {p.compute_dtype for p in (policy, *(rule[1] for rule in policy.rules))}
-        loss_scale = default_loss_scale(computed_in)
+        loss_scale = default_loss_scale(policy.compute_dtypes())
     first_loss_scale = as_loss_scale(loss_scale)
 
-    def init(params: Any) -> MixedPrecisionState:
+    def init(params: Any) -> Any:
         _reject_half(params)
         inner_state = inner.init(_inexact_only(params, params))
         if _find_states(inner_state):
@@ -95,16 +110,15 @@ def mixed_precision(
             )
         return MixedPrecisionState(
             inner_state=_tree.strong(inner_state),
-            loss_scale=_tree.strong(first_loss_scale),
+            loss_scale=_tree.fresh_arrays(first_loss_scale),
             nonfinite_leaf=jnp.int32(-1),
             step=jnp.int32(0),
             skipped_steps=jnp.int32(0),
             skip_streak=jnp.int32(0),
+            gradients=GradientNames(tuple(_tree.leaf_names(params))),
         )
 
-    def update(
-        updates: Any, state: Any, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, MixedPrecisionState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         _check_structure(updates, params)
         grads = jax.tree.map(_tree.widen_leaf, updates)
         nonfinite_leaf = _tree.first_nonfinite(grads)
@@ -117,12 +131,12 @@ def mixed_precision(
             with jax.numpy_dtype_promotion("standard"):
                 updates, new_state = inner.update(grads, inner_state, params, **extra_args)
             _check_state(new_state, inner_state)
-            return _tree.like(updates, grads), _tree.like(new_state, inner_state)
+            target = grads if params is None else params
+            return _tree.like(updates, target), _tree.like(new_state, inner_state)
 
         def skip(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
-            del params
-            # x + -0.0 is x for every x; x + 0.0 is not for -0.0.
-            return jax.tree.map(lambda g: jnp.full_like(g, -0.0), grads), inner_state
+            target = grads if params is None else params
+            return jax.tree.map(_minus_zeros, target), inner_state
 
         inner_updates, inner_state = run_or_skip(
             finite,
@@ -140,6 +154,7 @@ def mixed_precision(
             step=state.step + one,
             skipped_steps=jnp.where(finite, state.skipped_steps, state.skipped_steps + one),
             skip_streak=jnp.where(finite, 0, state.skip_streak + one),
+            gradients=state.gradients,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -191,15 +206,14 @@ def get_loss_scale(opt_state: Any) -> Any:
     return get_mixed_precision_state(opt_state).loss_scale
 
 
-def raise_for_skips(opt_state: Any, params: Any, *, limit: int = 100) -> None:
+def raise_for_skips(opt_state: Any, *, limit: int = 100) -> None:
     """Raises if the last `limit` steps were all skipped: loss scaling cannot help then.
 
     Waits for the device, so call it where the loss is logged rather than at every step.
 
     Args:
         opt_state: a pytree that holds exactly one `MixedPrecisionState`.
-        params: the parameters, for the names of leaves.
-        limit: how many skipped steps in a row are too many.
+        limit: how many skipped steps in a row are too many, at least 1.
 
     Raises:
         FloatingPointError: names the first gradient that was infinite or NaN in the last step.
@@ -209,21 +223,23 @@ def raise_for_skips(opt_state: Any, params: Any, *, limit: int = 100) -> None:
         >>> state = tx.init(params)
         >>> for _ in range(3):
         ...     _, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, state, params)
-        >>> raise_for_skips(state, params, limit=3)
+        >>> raise_for_skips(state, limit=3)
         Traceback (most recent call last):
         ...
         FloatingPointError: 3 steps in a row were skipped, ...'w'...
     """
+    if limit < 1:
+        raise ValueError(f"limit is {limit!r}, but must be at least 1.")
     state = get_mixed_precision_state(opt_state)
     streak, index = (int(x) for x in jax.device_get((state.skip_streak, state.nonfinite_leaf)))
     if streak < limit:
         return
-    name = _tree.leaf_names(params)[index]
     raise FloatingPointError(
         f"{streak} steps in a row were skipped, and the loss scale is down to "
         f"{float(state.loss_scale.loss_scale)}. The first gradient that is infinite or NaN is "
-        f"that of {name!r}. Loss scaling cannot help against a gradient that is not finite at "
-        "any scale: look for a NaN in the data, a division by zero, or an infinity times zero."
+        f"that of {state.gradients.names[index]!r}. Loss scaling cannot help against a gradient "
+        "that is not finite at any scale: look for a NaN in the data, a division by zero, or an "
+        "infinity times zero."
     )
 
 
@@ -256,9 +272,10 @@ def _reject_half(params: Any) -> None:
 def _check_structure(grads: Any, params: Any) -> None:
     if params is None:
         return
-    have, want = set(_tree.leaf_names(grads)), set(_tree.leaf_names(params))
     if jax.tree.structure(grads) == jax.tree.structure(params):
+        _tree.map_named(_check_shape, grads, params)
         return
+    have, want = set(_tree.leaf_names(grads)), set(_tree.leaf_names(params))
     lines = [f"only in params: {name}" for name in sorted(want - have)]
     lines += [f"only in gradients: {name}" for name in sorted(have - want)]
     lines = lines or [f"{jax.tree.structure(grads)} against {jax.tree.structure(params)}"]
@@ -269,11 +286,26 @@ def _check_structure(grads: Any, params: Any) -> None:
     )
 
 
+def _check_shape(name: str, grad: Any, param: Any) -> None:
+    if has_gradient(dtype_of(param)) and jnp.shape(grad) != jnp.shape(param):
+        raise ValueError(
+            f"The gradient of {name!r} has shape {jnp.shape(grad)}, the parameter has "
+            f"{jnp.shape(param)}. Pass the params that the gradients were taken for."
+        )
+
+
 def _inexact_only(tree: Any, leaves_like: Any) -> Any:
     """Puts None, which optax passes over, in place of leaves that have no gradient."""
     return jax.tree.map(
-        lambda leaf, like: leaf if is_inexact(dtype_of(like)) else None, tree, leaves_like
+        lambda leaf, like: leaf if has_gradient(dtype_of(like)) else None, tree, leaves_like
     )
+
+
+def _minus_zeros(leaf: Any) -> jax.Array:
+    """Returns zeros that change no bit when added: x + -0.0 is x for every x, -0.0 too."""
+    leaf = jnp.asarray(leaf)
+    part = jnp.full(leaf.shape, -0.0, jnp.finfo(leaf.dtype).dtype)
+    return lax.complex(part, part) if leaf.dtype.kind == "c" else part
 
 
 def _fill_updates(inner_updates: Any, leaves_like: Any) -> Any:
@@ -281,7 +313,7 @@ def _fill_updates(inner_updates: Any, leaves_like: Any) -> Any:
 
     def fill(like: Any, update: Any) -> Any:
         dtype = dtype_of(like)
-        if like is None or is_inexact(dtype):
+        if like is None or has_gradient(dtype):
             return update
         return np.zeros((), jax.dtypes.float0) if dtype is None else jnp.zeros_like(like)
 
