@@ -54,7 +54,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(width=64, depth=2, heads=2, length=64, learning_rate=3e-3),
-    "small": Size(width=128, depth=4, heads=4, length=128, learning_rate=3e-3),
+    "small": Size(width=128, depth=4, heads=4, length=128, learning_rate=1.5e-3),
     "base": Size(width=768, depth=12, heads=12, length=1024, learning_rate=6e-4),
 }
 

@@ -134,7 +134,8 @@ def restore(
         }
         with _damage_reported(directory, step):
             arrays = _read_arrays(ocp, manager, step, to_read)
-    wrong = [name for name, array in arrays.items() if checksum(array) != saved[name]["checksum"]]
+    sums = {name: checksum(array) for name, array in arrays.items()}
+    wrong = [name for name, found in sums.items() if found != saved[name].get("checksum")]
     if wrong:
         raise CheckpointDamagedError(_damage(directory, step, "\n" + bullet_list(wrong)))
 
