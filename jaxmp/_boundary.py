@@ -18,12 +18,7 @@ def apply_policy(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
 
     Half results are widened to the policy's output dtype where that is wider; results in f32 stay.
     """
-    recipes = [p.recipe for p in (policy, *(rule for _, rule in policy.rules)) if p.recipe]
-    if recipes:
-        raise ValueError(
-            f"Policy {str(policy)!r} asks for the fp8 recipe {recipes[0]!r}, which this "
-            "version cannot run. Use 'mixed_bfloat16'."
-        )
+    check_runnable(policy)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -33,6 +28,16 @@ def apply_policy(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
         return _widen_half(fun(*args, **kwargs), policy)
 
     return wrapped
+
+
+def check_runnable(policy: Policy) -> None:
+    """Raises ValueError if a policy asks for what is not there yet."""
+    recipes = [p.recipe for p in (policy, *(rule for _, rule in policy.rules)) if p.recipe]
+    if recipes:
+        raise ValueError(
+            f"Policy {str(policy)!r} asks for the fp8 recipe {recipes[0]!r}, which this "
+            "version cannot run. Use 'mixed_bfloat16'."
+        )
 
 
 def _widen_half(tree: Any, policy: Policy) -> Any:

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxmp import _tree
-from jaxmp._dtypes import dtype_of, has_gradient
+from jaxmp._dtypes import dtype_of, has_gradient, widened
 
 
 def check_count(microbatches: Any) -> None:
@@ -21,9 +20,11 @@ def check_count(microbatches: Any) -> None:
 
 def accumulate(
     grads_of: Callable[[Any, Any, Any], tuple[Any, Any]],
+    params: Any,
     batch: Any,
     model_state: Any,
     rng: Any,
+    *,
     microbatches: int,
 ) -> tuple[Any, Any]:
     """Returns the loss output and the gradients of a batch, microbatch by microbatch.
@@ -31,6 +32,7 @@ def accumulate(
     Args:
         grads_of: from a microbatch, the model state and a PRNG key (or None) to a `LossOutput`
             (whose weight is f32[]) and f32 gradients.
+        params: what the gradients are taken for.
         batch: a pytree of arrays of the same leading axis.
         model_state: handed from each microbatch to the next.
         rng: a PRNG key, or None; microbatch `i` gets `fold_in(rng, i)`.
@@ -46,20 +48,19 @@ def accumulate(
         part_rng = None if rng is None else jax.random.fold_in(rng, index)
         output, grads = grads_of(part, model_state, part_rng)
         weight = output.weight
-        sums = jax.tree.map(lambda s, g: s + _weigh(weight, g), sums, _floats(grads))
+        sums = [s + _weigh(weight, g) for s, g in zip(sums, _floats(grads), strict=True)]
         kept = dataclasses.replace(output, model_state=None)
         return (sums, total_weight + weight, output.model_state), kept
 
-    first = jax.tree.map(lambda leaf: leaf[0], parts)
-    first_rng = None if rng is None else jax.random.fold_in(rng, jnp.int32(0))
-    _, shapes = jax.eval_shape(grads_of, first, model_state, first_rng)
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), _floats(shapes))
+    zeros = [jnp.zeros(jnp.shape(p), widened(jnp.result_type(p))) for p in _floats(params)]
     carry = (zeros, jnp.float32(0), model_state)
     indices = jnp.arange(microbatches, dtype=jnp.int32)
     (sums, total_weight, model_state), outputs = lax.scan(body, carry, (indices, parts))
 
-    means = jax.tree.map(lambda s: s / total_weight.astype(s.dtype), sums)
-    grads = jax.tree.map(_mean_or_float0, shapes, means, is_leaf=lambda leaf: leaf is None)
+    means = iter([s / total_weight.astype(s.dtype) for s in sums])
+    grads = jax.tree.map(
+        lambda p: next(means) if has_gradient(dtype_of(p)) else _tree.no_gradient(p), params
+    )
     output = dataclasses.replace(
         outputs,
         loss=_weighted_mean(outputs.loss, outputs.weight),
@@ -95,14 +96,8 @@ def _split(batch: Any, microbatches: int) -> Any:
     return parts
 
 
-def _floats(grads: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf if has_gradient(dtype_of(leaf)) else None, grads)
-
-
-def _mean_or_float0(shape: Any, mean: Any) -> Any:
-    if shape is None or mean is not None:
-        return mean
-    return np.zeros(shape.shape, jax.dtypes.float0)
+def _floats(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if has_gradient(dtype_of(leaf))]
 
 
 def _weigh(weight: jax.Array, value: jax.Array) -> jax.Array:

@@ -119,6 +119,12 @@ def cast_to_half(tree: T) -> T:
     return cast_floats(tree, half_dtype())
 
 
+def no_gradient(leaf: Any) -> np.ndarray:
+    """Returns what JAX gives as the gradient of a leaf that has none: zeros of dtype float0."""
+    shape = leaf.shape if dtype_of(leaf) is not None and hasattr(leaf, "shape") else ()
+    return np.zeros(shape, jax.dtypes.float0)
+
+
 def widen_leaf(leaf: Any) -> Any:
     """Returns an inexact leaf as a JAX array of at least float32, any other leaf as it is."""
     dtype = dtype_of(leaf)

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 
 from jaxmp import _microbatch, _tree
-from jaxmp._boundary import apply_policy
+from jaxmp._boundary import apply_policy, check_runnable
 from jaxmp._dtypes import (
     FLOAT16,
     dtype_of,
@@ -44,7 +44,8 @@ def value_and_grad(
     Args:
         fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. It runs in the policy's
             compute dtype, to which the float arguments are cast; integers, PRNG keys and opaque
-            arguments reach it untouched.
+            arguments reach it untouched. A layer that names a dtype of its own keeps it (Flax's
+            `nnx.Embed` casts its output to f32), and what follows is promoted.
         policy: a policy or the name of one.
         argnums: the argument or arguments to differentiate, as in `jax.value_and_grad`. Their
             float and complex leaves get gradients, other leaves a float0 zero.
@@ -108,7 +109,7 @@ def value_and_grad(
         grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(floats)
         values = iter(loss_scale.unscale(grads))
         grads = treedef.unflatten(
-            [next(values) if _has_gradient(leaf) else _no_gradient(leaf) for leaf in leaves]
+            [next(values) if _has_gradient(leaf) else _tree.no_gradient(leaf) for leaf in leaves]
         )
         grads = grads if isinstance(argnums, Sequence) else grads[0]
         return ((loss, aux) if has_aux else loss), grads
@@ -132,11 +133,6 @@ def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
 
 def _has_gradient(leaf: Any) -> bool:
     return has_gradient(dtype_of(leaf))
-
-
-def _no_gradient(leaf: Any) -> np.ndarray:
-    shape = leaf.shape if dtype_of(leaf) is not None and hasattr(leaf, "shape") else ()
-    return np.zeros(shape, jax.dtypes.float0)
 
 
 def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -308,6 +304,7 @@ def make_train_step(
         (0.5625, 32768.0, False)
     """
     policy, tx = get_policy(policy), optax.with_extra_args_support(tx)
+    check_runnable(policy)
     _microbatch.check_count(microbatches)
     is_number = isinstance(ema_decay, int | float)
     if ema_decay is not None and not (is_number and 0 <= ema_decay < 1):
@@ -330,7 +327,7 @@ def make_train_step(
             return _tree.replace_state(output, loss=loss, model_state=new_model_state), grads
 
         output, grads = _microbatch.accumulate(
-            grads_of, batch, state.model_state, rng, microbatches
+            grads_of, state.params, batch, state.model_state, rng, microbatches=microbatches
         )
         extra_args = {"value": output.loss} if pass_value else {}
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra_args)
