@@ -11,7 +11,7 @@ import numpy as np
 from jaxmp import _tree
 from jaxmp._dtypes import FLOAT64, dtype_of, is_real_float
 from jaxmp._errors import bullet_list
-from jaxmp.optim import MixedPrecisionState
+from jaxmp.optim._mixed_precision import find_mixed_precision_states
 
 Entry = dict[str, Any]
 
@@ -125,11 +125,7 @@ def match(saved: dict[str, Entry], template: Any, *, cast: bool) -> dict[str, st
 
 
 def _mixed_precision_prefixes(template: Any) -> list[str]:
-    nodes = jax.tree_util.tree_leaves_with_path(
-        template, is_leaf=lambda node: isinstance(node, MixedPrecisionState)
-    )
-    names = [_tree.path_name(p) for p, node in nodes if isinstance(node, MixedPrecisionState)]
-    return [f"{name}/" if name else "" for name in names]
+    return [f"{name}/" if name else "" for name, _ in find_mixed_precision_states(template)]
 
 
 def _source(name: str, saved: dict[str, Entry], prefixes: list[str]) -> tuple[str | None, bool]:

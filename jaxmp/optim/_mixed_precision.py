@@ -103,7 +103,7 @@ def mixed_precision(
     def init(params: Any) -> Any:
         _reject_half(params)
         inner_state = inner.init(_inexact_only(params, params))
-        if _find_states(inner_state):
+        if find_mixed_precision_states(inner_state):
             raise ValueError(
                 "The transform holds a mixed_precision already, which would scale and skip "
                 "twice. Wrap the whole chain once."
@@ -174,7 +174,7 @@ def get_mixed_precision_state(opt_state: Any) -> MixedPrecisionState:
         >>> int(get_mixed_precision_state(tx.init({"w": jnp.ones(2)})).step)
         0
     """
-    found = _find_states(opt_state)
+    found = find_mixed_precision_states(opt_state)
     if not found:
         raise ValueError(
             f"No loss scale in an optimizer state of type {type(opt_state).__name__}: wrap the "
@@ -243,7 +243,8 @@ def raise_for_skips(opt_state: Any, *, limit: int = 100) -> None:
     )
 
 
-def _find_states(tree: Any) -> list[tuple[str, MixedPrecisionState]]:
+def find_mixed_precision_states(tree: Any) -> list[tuple[str, MixedPrecisionState]]:
+    """Returns every `MixedPrecisionState` in a pytree with its name; that of the root is empty."""
     nodes = jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, MixedPrecisionState)
     )
