@@ -548,9 +548,11 @@ def test_an_ensemble_skips_lane_by_lane(jit):
     np.testing.assert_array_equal(state.loss_scale.loss_scale, scales)
 
 
-def test_every_state_of_one_transform_has_buffers_of_its_own():
+@pytest.mark.parametrize("used", [False, True])
+def test_every_state_of_one_transform_has_buffers_of_its_own(used):
     """A donated state must not take another one, or the user's loss scale, with it."""
     scale = jaxmp.DynamicLossScale(2.0**4)
+    scale = scale.adjust(jnp.bool_(True)) if used else scale  # JAX arrays from here on
     tx = jaxmp.mixed_precision(optax.sgd(0.1), "mixed_float16", scale)
     step = jax.jit(lambda state, grads: tx.update(grads, state)[1], donate_argnums=0)
     params = {"w": jnp.ones(2)}
