@@ -56,7 +56,8 @@ def parse_dtype(value: Any) -> np.dtype:
         >>> parse_dtype("bf16") == jnp.bfloat16
         True
     """
-    if value == "half":
+    # A bare comparison would be true of np.dtype("float16"), which has this name too.
+    if isinstance(value, str) and value == "half":
         return half_dtype()
     try:
         # np.dtype(None) would be float64.

@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -66,3 +70,17 @@ def test_dtype_of_knows_what_jax_makes_of_a_leaf():
     float0 = np.zeros((2,), jax.dtypes.float0)
     for opaque in (None, "x", print, object(), jax.random.key(0), float0, np.array(["a"])):
         assert _dtypes.dtype_of(opaque) is None
+
+
+def test_no_device_is_needed_to_name_a_dtype():
+    # NumPy finds np.dtype("float16") == "half", and "half" depends on the device.
+    code = (
+        "import numpy as np, jaxmp\n"
+        "assert jaxmp.get_policy('mixed_float16').compute_dtype == np.float16\n"
+        "assert jaxmp.Policy(compute_dtype=np.dtype('float16')).compute_dtype == np.float16\n"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
