@@ -4,6 +4,7 @@ from jaxmp import checkpoint, optim
 from jaxmp._dtypes import half_dtype
 from jaxmp._loss import LossOutput
 from jaxmp._tree import all_finite, cast_to_full, cast_to_half, select_tree
+from jaxmp.audit import audit
 from jaxmp.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jaxmp.optim import MixedPrecisionState, get_loss_scale, mixed_precision
 from jaxmp.policy import Policy, Recommendation, get_policy, recommend_policy
@@ -23,6 +24,7 @@ __all__ = [
     "StepInfo",
     "TrainState",
     "all_finite",
+    "audit",
     "cast_to_full",
     "cast_to_half",
     "checkpoint",

@@ -151,7 +151,7 @@ class Policy(jmp.Policy):
         if self.recipe is not None:
             parts.append(f"recipe={self.recipe}")
         if self.rules:
-            rules = [[pattern, _shortest_name(policy)] for pattern, policy in self.rules]
+            rules = [[pattern, short_name(policy)] for pattern, policy in self.rules]
             parts.append(f"rules={json.dumps(rules, ensure_ascii=False)}")
         return ",".join(parts)
 
@@ -225,7 +225,8 @@ _PRESETS = {
 }
 
 
-def _shortest_name(policy: Policy) -> str:
+def short_name(policy: Policy) -> str:
+    """Returns the name of the preset that equals a policy, or its text."""
     for name, preset in _PRESETS.items():
         if preset == policy:
             return name

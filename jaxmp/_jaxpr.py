@@ -1,0 +1,248 @@
+"""How jaxprs are laid out: inner jaxprs, name stacks, source lines.
+
+Only this module knows it; what is said here holds for JAX 0.9 to 0.12.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+# Kernels and foreign code: what is inside is not JAX's to look at.
+OPAQUE_PRIMITIVES = frozenset(
+    {
+        "pallas_call",
+        "ffi_call",
+        "pure_callback",
+        "io_callback",
+        "debug_callback",
+        "tpu_custom_call",
+        "triton_kernel_call",
+        "mosaic_gpu_call",
+        "scaled_matmul",
+        "scaled_matmul_wrapper",
+        "cudnn_fusion",
+        "dot_product_attention_fwd_wrapper",
+        "dot_product_attention_bwd_wrapper",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inner:
+    """A jaxpr inside an equation, and how its variables meet the equation's.
+
+    Attributes:
+        jaxpr: the inner jaxpr.
+        role: `"call"`, `"body"`, `"cond"` or `"branch 0"`, ...
+        inputs: for each input of the jaxpr, the position among the equation's inputs.
+        outputs: for each output of the jaxpr, the position among the equation's outputs, or None.
+        carries: pairs (output of the jaxpr, input of the jaxpr): what one turn hands to the next.
+        times: turns of the loop for one execution of the equation. A while loop counts as one.
+        devices: how many devices run it, each with its own part of the arrays.
+    """
+
+    jaxpr: Jaxpr
+    role: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int | None, ...]
+    carries: tuple[tuple[int, int], ...] = ()
+    times: int = 1
+    devices: int = 1
+
+
+def open_jaxpr(jaxpr: Any) -> Jaxpr:
+    """Returns the jaxpr of a closed jaxpr, or the jaxpr itself."""
+    inner = getattr(jaxpr, "jaxpr", None)
+    return inner if isinstance(inner, Jaxpr) else jaxpr
+
+
+# Their jaxprs say how two numbers are combined.
+_COMBINING = frozenset({"reduce", "reduce_window", "select_and_scatter", "reduce_scatter"})
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...]:
+    """Returns the jaxprs inside an equation; none for opaque primitives and plain operations."""
+    name = eqn.primitive.name
+    if name in OPAQUE_PRIMITIVES or name in _COMBINING:
+        return ()
+    if name == "scan":
+        return (_scan(eqn),)
+    if name == "while":
+        return _while(eqn)
+    if name == "cond":
+        return tuple(_branches(eqn))
+    return tuple(_calls(eqn))
+
+
+def _calls(eqn: JaxprEqn) -> Iterator[Inner]:
+    """Jaxprs that take all inputs and give all outputs: jit, remat, custom rules, shard_map."""
+    for jaxpr in _jaxprs_in(eqn.params):
+        if len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars):
+            yield Inner(
+                jaxpr,
+                "call",
+                tuple(range(len(eqn.invars))),
+                tuple(range(len(eqn.outvars))),
+                devices=_devices(eqn),
+            )
+
+
+def _jaxprs_in(params: dict[str, Any]) -> Iterator[Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                yield open_jaxpr(item)
+
+
+def _devices(eqn: JaxprEqn) -> int:
+    if eqn.primitive.name != "shard_map":
+        return 1
+    params = eqn.params
+    axes = params.get("newly_manual_axes", params.get("manual_axes", ()))
+    return math.prod(params["mesh"].shape[axis] for axis in axes)
+
+
+def _rank(atom: Any) -> int:
+    return len(getattr(atom.aval, "shape", ()))
+
+
+def _scan(eqn: JaxprEqn) -> Inner:
+    # Counts are read off the ranks, since the parameters that state them changed with JAX 0.12: a
+    # scanned array has one axis more outside.
+    jaxpr = open_jaxpr(eqn.params["jaxpr"])
+    inputs, outputs = len(eqn.invars), len(eqn.outvars)
+    scanned = sum(map(rank_differs, eqn.invars, jaxpr.invars))
+    stacked = sum(map(rank_differs, eqn.outvars, jaxpr.outvars))
+    carried = outputs - stacked
+    consts = inputs - scanned - carried
+    return Inner(
+        jaxpr,
+        "body",
+        tuple(range(inputs)),
+        tuple(range(outputs)),
+        tuple((i, consts + i) for i in range(carried)),
+        times=eqn.params["length"],
+    )
+
+
+def rank_differs(outer: Any, inner: Any) -> bool:
+    """Whether an array has another number of axes inside: it is sliced or stacked by a scan."""
+    return _rank(outer) != _rank(inner)
+
+
+def _while(eqn: JaxprEqn) -> tuple[Inner, Inner]:
+    cond, body = (open_jaxpr(eqn.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
+    cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    first = cond_consts + body_consts
+    carried = len(eqn.invars) - first
+    carry = tuple(range(first, len(eqn.invars)))
+    return (
+        Inner(cond, "cond", (*range(cond_consts), *carry), (None,)),
+        Inner(
+            body,
+            "body",
+            (*range(cond_consts, first), *carry),
+            tuple(range(carried)),
+            tuple((i, body_consts + i) for i in range(carried)),
+        ),
+    )
+
+
+def _branches(eqn: JaxprEqn) -> Iterator[Inner]:
+    inputs, outputs = tuple(range(1, len(eqn.invars))), tuple(range(len(eqn.outvars)))
+    for i, branch in enumerate(eqn.params["branches"]):
+        yield Inner(open_jaxpr(branch), f"branch {i}", inputs, outputs)
+
+
+def is_sum(eqn: JaxprEqn) -> bool:
+    """Whether a `reduce` or `reduce_window` adds or multiplies."""
+    jaxpr = open_jaxpr(eqn.params.get("jaxpr"))
+    return any(inner.primitive.name in ("add", "mul") for inner in jaxpr.eqns)
+
+
+def is_library_code(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr is that of a function of JAX or of a library on top of it."""
+    debug_info = getattr(jaxpr, "debug_info", None)
+    file_name = getattr(debug_info, "func_filename", None)
+    return file_name is not None and not _is_users(file_name)
+
+
+def kernel_name(eqn: JaxprEqn) -> str:
+    """Returns the name of an opaque kernel: its own, its function's or its foreign target's."""
+    debug_info = getattr(eqn.params.get("jaxpr"), "debug_info", None)
+    names = (
+        eqn.params.get("name"),
+        getattr(debug_info, "func_name", None),
+        eqn.params.get("target_name"),
+    )
+    return next((str(name) for name in names if name), "")
+
+
+_TRANSFORM = re.compile(r"(?:^|(?<=[/(]))\w+\((?=.*\))")
+_NOT_MODULES = frozenset({"", "rematted_computation", "checkpoint"})
+
+
+def module_path(name_stack: str) -> str:
+    """Returns the names that modules and users gave, without those of JAX's transformations.
+
+    Example:
+        >>> module_path("transpose(jvp(GPT))/block_0/rematted_computation/Dense_1")
+        'GPT/block_0/Dense_1'
+    """
+    names = _TRANSFORM.sub("", name_stack).replace(")", "").split("/")
+    # jnp.einsum names what it makes by its subscripts.
+    return "/".join(name for name in names if name not in _NOT_MODULES and "->" not in name)
+
+
+@functools.cache
+def _skipped_prefixes() -> tuple[str, ...]:
+    import jax  # noqa: PLC0415
+    import jaxlib  # noqa: PLC0415
+
+    packages = [Path(jax.__file__).parent, Path(jaxlib.__file__).parent, Path(__file__).parent]
+    site = packages[0].parent
+    return tuple(f"{path}/" for path in [*packages, *(site / name for name in _LIBRARIES)])
+
+
+_LIBRARIES = ("flax", "optax", "jmp", "chex", "haiku", "equinox", "einops")
+
+
+@functools.lru_cache(maxsize=65536)
+def _is_users(file_name: str) -> bool:
+    return not file_name.startswith(("<", *_skipped_prefixes()))
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """Returns the innermost line of user code that made an equation: `"model.py:35 (attend)"`."""
+    for frame in _frames(eqn):
+        if _is_users(frame.file_name):
+            return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name})"
+    return ""
+
+
+def _frames(eqn: JaxprEqn) -> Sequence[Any]:
+    traceback = eqn.source_info.traceback
+    return traceback.frames if traceback is not None else ()
+
+
+_EXPLICIT_CASTS = frozenset(
+    {"astype", "_astype", "convert_element_type", "_convert_element_type", "asarray", "array"}
+)
+
+
+def is_promotion(eqn: JaxprEqn) -> bool:
+    """Whether a cast was made by type promotion, and not written by anyone."""
+    names = []
+    for frame in _frames(eqn):
+        if _is_users(frame.file_name):
+            break
+        names.append(frame.function_name)
+    if any("promote" in name for name in names):
+        return True
+    return bool(names) and not _EXPLICIT_CASTS.intersection(names)
