@@ -11,6 +11,10 @@ standard library's own sources, so the loss curves can be laid over each other.
     python examples/gpt.py --resume out/gpt         # after Ctrl-C: continues bit for bit
     python examples/gpt.py --smoke                  # everything at once, in a minute
 
+What the step of the largest size would run, and in how much memory, on hardware that is not here:
+
+    python -m jaxmp audit examples.gpt:audit_case --policy mixed_bfloat16 --target cuda:h100
+
 Needs the extra `jaxmp[examples]`.
 """
 
@@ -250,6 +254,20 @@ def train(task: Task, job: Job, stop: StopRequest) -> tuple[jaxmp.TrainState, Re
                 saved = time.monotonic()
     task.run.save(job.name, state, history)
     return state, make_result(job.name, program, state, history)
+
+
+def audit_case(policy: jaxmp.Policy) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the training step of the base size and its arguments, for `jaxmp audit`.
+
+    Nothing is computed: the arguments are shapes and dtypes.
+    """
+    size, batch_size = SIZES["base"], 64
+    abstract = nnx.eval_shape(lambda: GPT(size, rngs=nnx.Rngs(0)))
+    graphdef, params = nnx.split(abstract, nnx.Param)
+    tx = make_optimizer(policy, size, steps=20_000)
+    step = jaxmp.make_train_step(make_loss(graphdef), tx, policy, microbatches=8)
+    state = jax.eval_shape(lambda params: jaxmp.TrainState.create(params, tx), params)
+    return step, (state, jax.ShapeDtypeStruct((batch_size, size.length + 1), jnp.uint8))
 
 
 def run_chunk(
