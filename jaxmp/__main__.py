@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--float32",
         action=argparse.BooleanOptionalAction,
-        help="whether to compile the same in float32 too (default: for TPU and GPU targets)",
+        help="whether to compile the same in float32 too (default: for GPU targets)",
     )
     command.add_argument("--json", action="store_true", help="print a JSON list, one per target")
     command.add_argument(

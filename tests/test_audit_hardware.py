@@ -158,6 +158,19 @@ def test_a_loop_counts_its_trips(text):
     assert report.products[0].flops == 2 * 256**3
 
 
+def test_traffic_of_a_loop_grows_with_its_length():
+    def fun(x, ws):
+        return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    def traffic(length):
+        report = compiled(fun, (shaped(512, 512), shaped(length, 512, 512)), "tpu:v5e")
+        return report.bytes_accessed
+
+    turn = 4 * 3 * 512 * 512  # activations in and out, and a weight
+    # The compiler slices the weight out first, which reads and writes it once more.
+    assert 20 * turn <= traffic(40) - traffic(20) <= 2 * 20 * turn
+
+
 @pytest.mark.parametrize("text", ["cuda:h100", "tpu:v5e"])
 def test_what_the_compiler_refuses(text):
     kernel = jax.ffi.ffi_call("jaxmp_no_such_kernel", shaped(4))

@@ -13,6 +13,7 @@ from jaxmp.audit._compiled_rows import (
 )
 from jaxmp.audit._flops import product_flops
 from jaxmp.audit._hlo import Array, HloError, arrays, parse
+from jaxmp.audit._traffic import repeated_bytes
 
 
 def computation(name, *lines, keyword=""):
@@ -385,6 +386,55 @@ def test_estimated_cycles_are_summed_over_kernels_and_trips():
     )
     assert estimated_cycles(module) == 7 + 2 * 10
     assert estimated_cycles(entry("ROOT %p = f32[2] parameter(0)")) is None
+
+
+def test_traffic_of_a_loop_counts_every_turn_after_the_first():
+    """A turn reads a slice of 4 KB and the carry, and updates a slice of a stack in place."""
+    p = "%p = f32[1024] parameter(0)"
+    state = "(f32[1024], f32[8,1024], f32[8,1024])"
+    read = computation(
+        "read",
+        "%x = f32[1024] parameter(0)",
+        "%xs = f32[8,1024] parameter(1)",
+        "%i = s32[] parameter(2)",
+        "%z = s32[] constant(0)",
+        "%s = f32[1,1024] dynamic-slice(%xs, %i, %z), dynamic_slice_sizes={1,1024}",
+        "%b = f32[1024] bitcast(%s)",
+        "ROOT %a = f32[1024] add(%x, %b)",
+    )
+    write = computation(
+        "write",
+        "%ys = f32[8,1024] parameter(0)",
+        "%x = f32[1024] parameter(1)",
+        "%i = s32[] parameter(2)",
+        "%z = s32[] constant(0)",
+        "%b = f32[1,1024] bitcast(%x)",
+        "ROOT %u = f32[8,1024] dynamic-update-slice(%ys, %b, %i, %z)",
+    )
+    body = computation(
+        "body",
+        f"%s = {state} parameter(0)",
+        "%x = f32[1024] get-tuple-element(%s), index=0",
+        "%xs = f32[8,1024] get-tuple-element(%s), index=1",
+        "%ys = f32[8,1024] get-tuple-element(%s), index=2",
+        "%i = s32[] constant(0)",
+        "%a = f32[1024] fusion(%x, %xs, %i), kind=kLoop, calls=%read",
+        "%u = f32[8,1024] fusion(%ys, %a, %i), kind=kLoop, calls=%write",
+        f"ROOT %t = {state} tuple(%a, %xs, %u)",
+    )
+    module = entry(
+        p,
+        "%xs = f32[8,1024] parameter(1)",
+        f"%t = {state} tuple(%p, %xs, %xs)",
+        f"ROOT %w = {state} while(%t), condition=%cond, body=%body,"
+        ' backend_config={"known_trip_count":{"n":"8"}}',
+        before=read + write + body + computation("cond", "ROOT %c = pred[] constant(true)"),
+    )
+    kernel, index = 4096, 4
+    first = 3 * kernel + index  # carry and slice in, carry out
+    second = 2 * kernel + index  # carry in, slice out
+    assert repeated_bytes(module) == 7 * (first + second)
+    assert repeated_bytes(entry("ROOT %p = f32[2] parameter(0)")) == 0
 
 
 @pytest.mark.parametrize(

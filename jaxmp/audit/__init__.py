@@ -86,9 +86,9 @@ def audit(
         policy: the policy, or its name, that the program is held against. If left out it is read
             off the program: the half dtype that most of its products have.
         float32: whether to compile the same program in float32 too, every narrower float widened,
-            to say what it would cost instead. If left out, it is done for TPU and GPU targets,
-            where both are compiled at the same time. Kernels that cannot be looked into keep their
-            dtypes.
+            to say what it would cost instead. Both are compiled at the same time. If left out, it
+            is done for GPU targets only, where compilers are quick. Kernels that cannot be looked
+            into keep their dtypes.
         timeout: seconds that the compiler may take.
         **kwargs: more arguments of the function, by name.
 
@@ -122,7 +122,7 @@ def audit(
     report = _report(program.name, analysis, intent, find_traps(program, analysis, intent))
     if target is None or where is None:
         return report
-    compare = not where.is_here if float32 is None else float32
+    compare = where.platform == "cuda" if float32 is None else float32
     compiled, wide = _compile(program, target, timeout, compare=compare and _is_mixed(report))
     more = compiled_traps(program, report.products, report.traps, compiled, intent)
     return dataclasses.replace(

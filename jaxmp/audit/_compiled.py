@@ -19,7 +19,7 @@ import jax.export
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxmp.audit import _compiled_rows, _hlo
+from jaxmp.audit import _compiled_rows, _hlo, _traffic
 from jaxmp.audit._rows import (
     CompiledCollective,
     CompiledProduct,
@@ -182,7 +182,7 @@ def compile_and_report(
         wide_copies=_compiled_rows.wide_copies(module),
         memory=_memory(compiled),
         fusions=_compiled_rows.fusions(module),
-        bytes_accessed=_bytes_accessed(compiled),
+        bytes_accessed=_bytes_accessed(compiled, module),
         estimated_cycles=_compiled_rows.estimated_cycles(module),
         compile_seconds=seconds,
     )
@@ -200,10 +200,10 @@ def _memory(compiled: Any) -> Memory:
     )
 
 
-def _bytes_accessed(compiled: Any) -> int | None:
-    costs = compiled.cost_analysis()
-    found = (costs or {}).get("bytes accessed")
-    return int(found) if found else None
+def _bytes_accessed(compiled: Any, module: _hlo.Module) -> int | None:
+    """Returns XLA's estimate, which takes a loop to turn once, and the turns after the first."""
+    found = (compiled.cost_analysis() or {}).get("bytes accessed")
+    return int(found) + _traffic.repeated_bytes(module) if found else None
 
 
 def _export(program: Program, platform: str) -> bytes:

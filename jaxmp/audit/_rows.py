@@ -201,7 +201,8 @@ class CompiledReport:
         wide_copies: float32 copies of half arrays.
         memory: what the step needs.
         fusions: how many fused kernels there are.
-        bytes_accessed: of memory in one step, where the compiler estimates it (TPU, CPU).
+        bytes_accessed: of memory in one step, where the compiler estimates it (TPU, CPU); for the
+            turns of a loop after the first the operands and results of its kernels are counted.
         estimated_cycles: of one step, where the compiler estimates them (TPU).
         compile_seconds: how long the compiler took.
     """
