@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -255,17 +255,31 @@ def extras_of(names: Iterable[str], requirements: Iterable[str]) -> tuple[Extra,
         >>> extras_of(["a"], ["numpy>=1; extra == 'a'", "no-such>=2; extra == 'a'", "jax"])
         (Extra(name='a', missing=('no-such>=2',)),)
     """
-    missing = collections.defaultdict(list)
+    requirements = list(requirements)
+    return tuple(Extra(name, tuple(_missing(name, requirements))) for name in names)
+
+
+def _missing(extra: str, requirements: Iterable[str]) -> Iterator[str]:
+    """Yields the requirements of an extra that are not met, those of other packages' extras too."""
     for requirement in requirements:
         what, _, marker = requirement.partition(";")
-        found = re.search(r"""extra\s*==\s*['"]([^'"]+)['"]""", marker)
-        if found and not _is_installed(what):
-            missing[_normalized(found[1])].append(what.strip())
-    return tuple(Extra(name, tuple(missing[_normalized(name)])) for name in names)
+        found = _EXTRA.search(marker)
+        if not found or _normalized(found[1]) != _normalized(extra):
+            continue
+        if not _is_installed(what):
+            yield what.strip()
+            continue
+        for package, nested in _PACKAGE.findall(what)[:1]:
+            for name in filter(None, nested.split(",")):
+                yield from _missing(name.strip(), importlib.metadata.requires(package) or ())
+
+
+_EXTRA = re.compile(r"""extra\s*==\s*['"]([^'"]+)['"]""")
+_PACKAGE = re.compile(r"\s*([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
 
 
 def _is_installed(requirement: str) -> bool:
-    name = re.match(r"\s*([A-Za-z0-9._-]+)", requirement)
+    name = _PACKAGE.match(requirement)
     at_least = re.search(r">=\s*([\d.]*\d)", requirement)
     version = _installed_version(name[1]) if name else None
     if version is None:

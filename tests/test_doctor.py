@@ -1,5 +1,6 @@
 """`python -m jaxmp doctor`: what it measures, what it reads, and what it says."""
 
+import importlib.util
 import json
 import os
 import platform
@@ -209,7 +210,7 @@ def test_extras_name_what_is_missing_or_too_old():
         "no-such-package>=2; extra == 'broken'",
         'numpy>=999.1; extra == "broken"',
         "NumPy ; (sys_platform != 'nowhere') and extra == 'works'",
-        "ml_dtypes[dev]<9,>=0.1 ; extra == 'works'",
+        "ml_dtypes<9,>=0.1 ; extra == 'works'",
         "another; extra == 'audit-tpu'",
     ]
     names = ["works", "broken", "audit_tpu", "empty"]
@@ -280,3 +281,11 @@ def test_without_the_device_there_is_a_message_and_no_traceback(name):
         done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+def test_an_extra_of_another_package_is_looked_into():
+    (extra,) = extras_of(
+        ["a"], ["jax[tpu, no-such-extra]; extra == 'a'", "jax[cuda12]; extra == 'b'"]
+    )
+    assert all(requirement.startswith(("libtpu", "requests")) for requirement in extra.missing)
+    assert bool(extra.missing) == (importlib.util.find_spec("libtpu") is None)
