@@ -340,3 +340,13 @@ def test_donation_counts_each_output_once():
     report = audit(jax.jit(lambda a, b: a + b, donate_argnums=(0, 1)), W, W, target=None)
     (trap,) = report.traps
     assert (trap.kind, trap.path, trap.cost) == ("unused-donation", "b", "256 B")
+
+
+def test_donation_that_only_the_compiler_does_not_use():
+    def donated(fun):
+        report = audit(jax.jit(fun, donate_argnums=(0, 1)), W, W, target="cpu")
+        return [(trap.kind, trap.cost) for trap in report.traps]
+
+    assert donated(lambda x, w: (x + 1, w * 2)) == []
+    # A constant gets a buffer of its own.
+    assert donated(lambda x, w: (jnp.zeros_like(x), w * 2)) == [("unused-donation", "256 B")]
