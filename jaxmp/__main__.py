@@ -166,7 +166,12 @@ def _report(program: Program, target: str, args: argparse.Namespace) -> Report:
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return audit(function, *positional, target=target, **options, **named)
-    except (CompileError, CompileTimeoutError, TargetError, TargetUnavailableError) as error:
+    except CompileError as error:
+        # What was found without the compiler is not lost.
+        if error.report is not None and not args.json:
+            print(error.report, end="\n\n")
+        raise UsageError(error) from None
+    except (CompileTimeoutError, TargetError, TargetUnavailableError) as error:
         raise UsageError(error) from None
 
 

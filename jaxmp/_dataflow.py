@@ -88,9 +88,10 @@ class Node:
             `"equation"`.
         aval: shape and dtype.
         index: of an input: its position.
+        value: of a number written in the program.
     """
 
-    __slots__ = ("aval", "context", "eqn", "index", "kind", "operands")
+    __slots__ = ("aval", "context", "eqn", "index", "kind", "operands", "value")
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class Node:
         eqn: JaxprEqn | None = None,
         context: Context = Context(),
         index: int = -1,
+        value: Any = None,
     ) -> None:
         self.kind = kind
         self.aval = aval
@@ -108,6 +110,7 @@ class Node:
         self.eqn = eqn
         self.context = context
         self.index = index
+        self.value = value
 
     @property
     def primitive(self) -> str:
@@ -195,7 +198,9 @@ class _Builder:
             values[var] = Node("constant", var.aval)
 
         def read(atom: Any) -> Node:
-            return Node("constant", atom.aval) if isinstance(atom, Literal) else values[atom]
+            if isinstance(atom, Literal):
+                return Node("constant", atom.aval, value=atom.val)
+            return values[atom]
 
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]

@@ -426,3 +426,19 @@ class TestArguments:
             report = program(lambda x: x @ x, spec(4, 4, dtype=jnp.float64))
         assert report.products[0].operand_dtypes == ("float64", "float64")
         assert not report.traps
+
+
+def test_nnx_jit():
+    model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    report = program(step, model, optimizer, jnp.ones((3, 4)))
+    assert sorted(passes(report)) == ["fprop", "wgrad"]
+    assert len({row.parameter for row in report.products}) == 1
+    assert not report.traps

@@ -83,7 +83,7 @@ class TestText:
         report = audit(fun, spec(4, 4), target=None)
         assert len(report.traps) == 15
         assert "Traps: 15" in str(report)
-        assert "… and 3 more" in str(report)
+        assert "… and 11 more" in str(report)
 
 
 class TestData:

@@ -133,6 +133,11 @@ def f16_scaled(w, x):
     return tx.update(grads, opt_state, w)[0]
 
 
+def sgd(params, x):
+    grads = jax.grad(lambda p: jnp.sum((x @ p["w"]).astype(F32) ** 2))(params)
+    return jax.tree.map(lambda p, g: p - g, params, grads), jnp.float32(0)
+
+
 def rounded_loop(carry, xs):
     def turn(carry, x):
         return (carry.astype(F32) + x).astype(BF16), None
@@ -147,6 +152,7 @@ def wide_loop(carry, xs):
 X, H = spec(16, 8), spec(16, 8, dtype=BF16)
 W = spec(8, 8)
 TABLE = np.linspace(0, 1, 8, dtype=np.float32)
+POLICY = jaxmp.get_policy("mixed_bfloat16")
 F32_POLICY = jaxmp.get_policy("float32")
 BF16_REDUCE = jaxmp.get_policy("p=f32,c=bf16,o=f32,reduce=bf16")
 
@@ -196,7 +202,15 @@ SHOWS = {
     "dtype-change": [
         (lambda p, x: ({"w": p["w"].astype(BF16)}, jnp.sum(x)), ({"w": W}, X)),
     ],
-    "rounded-carry": [(rounded_loop, (spec(8, dtype=BF16), X))],
+    "rounded-carry": [
+        (rounded_loop, (spec(8, dtype=BF16), X)),
+        (lambda c, xs: lax.scan(lambda c, x: (c + x, None), c, xs)[0], (spec(8, dtype=BF16), H)),
+    ],
+    "narrow-state": [(sgd, ({"w": spec(8, 8, dtype=BF16)}, spec(16, 8, dtype=BF16)))],
+    "narrow-product": [
+        (half_matmul, (X, W), F32_POLICY),
+        (half_matmul, (X, W), jaxmp.get_policy("mixed_float16")),
+    ],
     "unused-donation": [
         (
             jax.jit(lambda w, x: (w * 2).astype(BF16) + x, donate_argnums=0),
@@ -254,7 +268,22 @@ DOES_NOT = {
     ],
     "rounded-carry": [
         (wide_loop, (spec(8, dtype=BF16), X)),
-        (lambda c, xs: lax.scan(lambda c, x: (c + x, None), c, xs)[0], (spec(8, dtype=BF16), H)),
+        # The layers read the residual stream that they add to.
+        (
+            lambda c, xs: lax.scan(lambda c, x: (c + jnp.tanh(c), None), c, xs)[0],
+            (spec(8, dtype=BF16), H),
+        ),
+    ],
+    "narrow-state": [
+        (sgd, ({"w": W}, X)),
+        (sgd, ({"w": spec(8, 8, dtype=BF16)}, H), jaxmp.get_policy("bfloat16")),
+        # A lookup table is not updated.
+        (lambda t, x: ({"t": t["t"]}, x), ({"t": spec(8, 8, dtype=BF16)}, X)),
+    ],
+    "narrow-product": [
+        (half_matmul, (X, W)),
+        (half_matmul, (X, W), jaxmp.get_policy("mixed_bfloat16")),
+        (jnp.matmul, (X, W), F32_POLICY),
     ],
     "unused-donation": [(jax.jit(lambda w, x: (w * 2, x), donate_argnums=0), (W, X))],
 }
@@ -307,13 +336,96 @@ def test_contract_has_none():
 
 
 def test_rules_say_what_is_meant_to_be_wide():
-    def fun(w, x):
-        with jax.named_scope("head"):
-            return half_matmul(x, w).astype(F32) @ w
+    def fun(params, x):
+        with jax.named_scope("Model"), jax.named_scope("head"):
+            return half_matmul(x, params["w"]).astype(F32) @ params["w"]
 
     policy = jaxmp.get_policy("mixed_bfloat16")
-    assert "wide-product" in kinds(fun, W, X, policy=policy)
-    assert "wide-product" not in kinds(fun, W, X, policy=policy.with_rules({"head": "float32"}))
+    assert "wide-product" in kinds(fun, {"w": W}, X, policy=policy)
+    for rule in ("head", "^head", "^Model/head$"):
+        policy = jaxmp.get_policy("mixed_bfloat16").with_rules({rule: "float32"})
+        assert "wide-product" not in kinds(fun, {"w": W}, X, policy=policy)
+
+
+def test_rules_match_the_parameters_that_they_are_written_for():
+    """As `policy.cast_to_compute(params)` does: there are no module paths in plain functions."""
+    policy = jaxmp.get_policy("mixed_bfloat16").with_rules({"^head": "float32"})
+
+    def loss(params, x):
+        return jnp.mean((jnp.tanh(x @ params["body"]).astype(F32) @ params["head"]) ** 2)
+
+    def step(params, x):
+        return jaxmp.value_and_grad(loss, policy)(params, x)
+
+    report = audit(step, {"body": W, "head": W}, X, target=None, policy=policy)
+    assert {trap.kind for trap in report.traps} & {"wide-product", "narrow-product"} == set()
+    assert [row.parameter for row in report.products] == [
+        "params/body",
+        "params/head",
+        "params/head",
+        "params/head",
+        "params/body",
+    ]
+    (trap,) = (
+        trap
+        for trap in audit(step, {"body": W, "head": W}, X, target=None, policy=POLICY).traps
+        if trap.kind == "wide-product" and trap.cause.startswith("fprop")
+    )
+    assert trap.path == "params/head"
+
+
+def test_a_float32_result_is_told_where_it_became_float32():
+    def fun(h, w):
+        wide = h.astype(F32)
+        return jnp.tanh(wide) @ w.astype(F32)
+
+    (trap,) = audit(fun, H, spec(8, 8, dtype=BF16), target=None, policy=POLICY).traps
+    assert "float32 since test_audit_traps.py:" in trap.cause
+    args = spec(16, 8, dtype=BF16), W
+    (trap,) = audit(lambda h, w: h.astype(F32) @ w, *args, target=None, policy=POLICY).traps
+    assert "argument w" in trap.cause
+
+
+def unscaled(loss):
+    def gradient(w, x, y):
+        return jax.grad(lambda w: loss((x @ w).astype(F32), y))(w)
+
+    return gradient
+
+
+def label_loss(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+def test_a_check_of_something_else_is_no_check_of_the_gradients():
+    args = spec(8, 4, dtype=F16), spec(16, 8, dtype=F16), spec(16, dtype=jnp.int32)
+    # optax's loss has an is_finite of its own.
+    assert "unscaled-float16" in kinds(unscaled(label_loss), *args)
+
+    def checked(w, x, y):
+        gradient = unscaled(label_loss)(w, x, y)
+        return jnp.where(jnp.all(jnp.abs(gradient) < jnp.inf), gradient, 0)
+
+    assert "unscaled-float16" not in kinds(checked, *args)
+
+
+def test_label_pick_of_a_loss_adds_nothing_up():
+    report = audit(
+        jax.value_and_grad(label_loss),
+        spec(64, 8, dtype=BF16),
+        spec(64, dtype=jnp.int32),
+        target=None,
+    )
+    assert "half-scatter-add" not in {trap.kind for trap in report.traps}
+
+
+def test_a_value_far_from_the_inputs_is_no_constant():
+    def fun(x, h):
+        for _ in range(20):
+            x = jnp.sin(x)
+        return h * x
+
+    assert "promotion" not in kinds(fun, X, H)
 
 
 def test_one_line_and_cause_is_one_trap():

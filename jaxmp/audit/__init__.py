@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from jaxmp.audit._compiled import CompileError, CompileTimeoutError, compile_program
-from jaxmp.audit._compiled_traps import compiled_traps
-from jaxmp.audit._detectors import find_traps
+from jaxmp.audit._compiled_traps import with_compiled
+from jaxmp.audit._half_detectors import find_traps
 from jaxmp.audit._program import Analysis, analyse
 from jaxmp.audit._report import Report, ReportDiff, is_narrow
 from jaxmp.audit._rows import (
@@ -101,7 +101,7 @@ def audit(
         TargetError: for an unknown target, or one with too few devices.
         ValueError: if the arguments are sharded over several meshes.
         TargetUnavailableError: if the target's compiler is not installed.
-        CompileError: if the compiler refuses the program.
+        CompileError: if the compiler refuses the program; its `report` is of the program alone.
         CompileTimeoutError: if it takes longer than `timeout`.
 
     Example:
@@ -123,11 +123,13 @@ def audit(
     if target is None or where is None:
         return report
     compare = where.platform == "cuda" if float32 is None else float32
-    compiled, wide = _compile(program, target, timeout, compare=compare and _is_mixed(report))
-    more = compiled_traps(program, report.products, report.traps, compiled, intent)
-    return dataclasses.replace(
-        report, compiled=compiled, compiled_float32=wide, traps=report.traps + more
-    )
+    try:
+        compiled, wide = _compile(program, target, timeout, compare=compare and _is_mixed(report))
+    except CompileError as error:
+        error.report = report
+        raise
+    traps = with_compiled(program, report, compiled, intent)
+    return dataclasses.replace(report, compiled=compiled, compiled_float32=wide, traps=traps)
 
 
 def _is_mixed(report: Report) -> bool:

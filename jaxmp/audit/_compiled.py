@@ -45,7 +45,13 @@ _WARNINGS = threading.Lock()  # filters are the process's, and two programs may 
 
 
 class CompileError(RuntimeError):
-    """The compiler refused the program, or ended without a result."""
+    """The compiler refused the program, or ended without a result.
+
+    Attributes:
+        report: the report of the program alone, where `audit` raised it.
+    """
+
+    report: Any = None
 
 
 class CompileTimeoutError(TimeoutError):

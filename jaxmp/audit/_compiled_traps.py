@@ -4,29 +4,38 @@ from collections.abc import Iterable, Iterator
 
 from jaxmp.audit import _cost
 from jaxmp.audit._format import quantity, short
-from jaxmp.audit._report import is_cpu, itemsize
+from jaxmp.audit._report import Report, is_cpu, itemsize
 from jaxmp.audit._rows import CompiledProduct, CompiledReport, Product, Trap
 from jaxmp.audit._trace import Program
-from jaxmp.audit._traps import Intent
+from jaxmp.audit._traps import TRAPS, Intent, is_rounded_product
 
 # Scalars and the scales of norms are exchanged in float32 at no cost.
 _WORTH_REPORTING = 65536  # bytes
 
 
-def compiled_traps(
-    program: Program,
-    products: tuple[Product, ...],
-    traps: tuple[Trap, ...],
-    compiled: CompiledReport,
-    intent: Intent,
+def with_compiled(
+    program: Program, report: Report, compiled: CompiledReport, intent: Intent
 ) -> tuple[Trap, ...]:
-    """Returns the traps of a compiled program that are not in the program itself."""
-    found = list(_unused_donations(program, traps, compiled))
+    """Returns the traps of a report, without those that the compiler avoids and with its own."""
+    found = [*report.traps, *_unused_donations(program, report.traps, compiled)]
     # The CPU backend widens what it has no instructions for; nothing is to be done about it.
     if not is_cpu(compiled):
-        found += _wider(products, compiled)
+        if _keeps_gradients(report.products, compiled):
+            found = [trap for trap in found if not is_rounded_product(trap)]
+        found += _wider(report.products, compiled)
         found += _collectives(compiled, intent)
-    return tuple(found)
+    order = list(TRAPS)
+    return tuple(sorted(found, key=lambda trap: order.index(trap.kind)))
+
+
+def _keeps_gradients(products: tuple[Product, ...], compiled: CompiledReport) -> bool:
+    """Whether the compiler made the cast of every half weight gradient part of its product."""
+    rounded = sum(row.pass_name == "wgrad" and itemsize(row.result_dtype) < 4 for row in products)
+    return rounded > 0 and _widening(compiled.products) - _widening(products) >= rounded
+
+
+def _widening(rows: Iterable[Product | CompiledProduct]) -> int:
+    return sum(_width(row) < 4 and itemsize(row.result_dtype) == 4 for row in rows)
 
 
 def _wider(products: tuple[Product, ...], compiled: CompiledReport) -> Iterator[Trap]:
@@ -43,16 +52,23 @@ def _wider(products: tuple[Product, ...], compiled: CompiledReport) -> Iterator[
             "",
             f"{quantity(max(flops, 0), 'FLOP')} in {len(runs) - len(meant)} products",
             f"{compiled.device_kind} runs {names} products as {', '.join(dtypes)}",
-            _WIDER_REMEDY[width],
+            _wider_remedy(width, runs),
         )
 
 
-_WIDER_REMEDY = {
-    1: "use a half policy there: this chip has no products of the 8-bit format as it is written",
-    2: "use float16 and a loss scale (policy mixed_float16): NVIDIA chips before compute "
-    "capability 8.0 have no bfloat16 products. A convolution whose result is asked for in "
-    "float32 is widened by cuDNN: ask for a half result",
-}
+def _wider_remedy(width: int, runs: list[CompiledProduct]) -> str:
+    if width == 1:
+        return "use a half policy there: this chip has no products of the 8-bit format as written"
+    remedy = (
+        "use float16 and a loss scale (policy mixed_float16): NVIDIA chips before compute "
+        "capability 8.0 have no bfloat16 products"
+    )
+    if any("conv" in row.instruction for row in runs):
+        remedy += (
+            ". A half convolution whose result is asked for in float32 is run in float32: ask for "
+            "a half result"
+        )
+    return remedy
 
 
 def _width(row: Product | CompiledProduct) -> int:

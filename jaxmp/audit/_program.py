@@ -12,6 +12,7 @@ from jaxmp._jaxpr import OPAQUE_PRIMITIVES, is_sum, kernel_name
 from jaxmp.audit import _cost
 from jaxmp.audit._rows import Cast, Collective, Opaque, Product, Reduction
 from jaxmp.audit._trace import Program
+from jaxmp.audit._weights import parameter_names
 
 COLLECTIVES = frozenset(
     {
@@ -92,11 +93,22 @@ def analyse(program: Program, platform: str | None) -> Analysis:
     """Returns the rows of a program as `platform` would run it."""
     flow = dataflow(program.jaxpr, platform)
     gradients = _gradients(flow)
+    passes = {
+        id(node): _pass_name(node, id(node) in gradients)
+        for node in flow.nodes
+        if node.primitive in _cost.PRODUCTS
+    }
+    weights = parameter_names(
+        [(node, passes[id(node)]) for node in flow.nodes if id(node) in passes],
+        program.input_names,
+        {i for i, _ in program.state_pairs},
+    )
     products, casts, reductions, collectives, opaque = [], [], [], [], []
     for node in flow.nodes:
         name = node.primitive
-        if name in _cost.PRODUCTS:
-            products.append((node, _product(node, id(node) in gradients)))
+        if id(node) in passes:
+            row = _product(node, weights.get(id(node), ""), passes[id(node)])
+            products.append((node, row))
         elif name == "convert_element_type":
             if _changes_float(node):
                 casts.append((node, _cast(node)))
@@ -121,11 +133,6 @@ def _changes_float(node: Node) -> bool:
     have, made = node.operands[0].dtype, node.dtype
     # A cast to the same dtype only makes a weakly typed value strong.
     return is_inexact(have) and is_inexact(made) and np.dtype(have) != np.dtype(made)
-
-
-def is_backward(node: Node) -> bool:
-    """Whether autodiff made the value on its way back."""
-    return "transpose(" in node.name_stack
 
 
 def _gradients(flow: Dataflow) -> set[int]:
@@ -154,15 +161,16 @@ def _pass_name(node: Node, is_gradient: bool) -> str:
     return "wgrad" if is_gradient else "dgrad"
 
 
-def _product(node: Node, is_gradient: bool) -> Product:
+def _product(node: Node, parameter: str, pass_name: str) -> Product:
     eqn = _equation(node)
     left, right = (atom.aval for atom in eqn.invars[:2])
     dtypes = _cost.operand_dtypes(eqn)
     return Product(
         path=node.path,
         where=node.where,
+        parameter=parameter,
         primitive=node.primitive,
-        pass_name=_pass_name(node, is_gradient),
+        pass_name=pass_name,
         operand_dtypes=(dtypes[0].name, dtypes[1].name),
         accumulation_dtype=_cost.accumulation_dtype(eqn).name,
         result_dtype=np.dtype(node.dtype).name,
@@ -203,8 +211,12 @@ def _terms(node: Node) -> int:
         return math.prod(_equation(node).params["window_dimensions"])
     if name in _SCATTERS:
         updates = node.operands[2].shape
-        window = _equation(node).params["dimension_numbers"].update_window_dims
-        return math.prod(size for i, size in enumerate(updates) if i not in window)
+        numbers = _equation(node).params["dimension_numbers"]
+        window = numbers.update_window_dims
+        count = math.prod(size for i, size in enumerate(updates) if i not in window)
+        # Each element of a batch axis has its own part of the operand.
+        operand = node.operands[0].shape
+        return _ratio(count, math.prod(operand[i] for i in numbers.operand_batching_dims))
     return 0
 
 

@@ -10,6 +10,8 @@ class Product:
     Attributes:
         path: module path, from the name stack: `"Block_0/Dense_1"`.
         where: the user's line, `"model.py:35 (attend)"`, or an empty string.
+        parameter: name of the input that it multiplies with, or whose gradient it is:
+            `"params/blocks/0/kernel"`; empty for a product of activations.
         primitive: `"dot_general"`, `"conv_general_dilated"`, ...
         pass_name: `"fprop"`, `"dgrad"`, `"wgrad"` or `"recompute"` (of the forward, by remat).
         operand_dtypes: as the program states them.
@@ -24,6 +26,7 @@ class Product:
 
     path: str
     where: str
+    parameter: str
     primitive: str
     pass_name: str
     operand_dtypes: tuple[str, str]
@@ -227,7 +230,7 @@ class Trap:
 
     Attributes:
         kind: one of `jaxmp.audit.TRAPS`.
-        path: module path, or the name of the argument or output.
+        path: module path, or the name of the parameter, argument or output.
         where: the user's line.
         cost: what it costs, with a figure.
         cause: what is there.

@@ -1,6 +1,7 @@
 """Reports as text."""
 
 import collections
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,13 +12,14 @@ from jaxmp.audit._report import (
     Report,
     ReportDiff,
     compiled_summary,
-    describe_trap,
     flops_by,
     needed_memory,
 )
 from jaxmp.audit._rows import CompiledReport
+from jaxmp.audit._traps import TRAPS
 
-_TRAPS_SHOWN = 12
+_SHOWN_OF_A_KIND = 4
+_WIDTH = 110
 
 
 def report_text(report: Report) -> str:
@@ -151,10 +153,35 @@ def _in_float32(compiled: CompiledReport, wide: CompiledReport | None) -> str:
 def _traps(report: Report) -> str:
     if not report.traps:
         return "No traps."
-    shown = [f"- {describe_trap(trap)}" for trap in report.traps[:_TRAPS_SHOWN]]
-    if len(report.traps) > _TRAPS_SHOWN:
-        shown.append(f"- … and {len(report.traps) - _TRAPS_SHOWN} more in `report.traps`")
-    return "\n".join([f"Traps: {len(report.traps)}", *shown])
+    kinds = dict.fromkeys(trap.kind for trap in report.traps)
+    return "\n".join([f"Traps: {len(report.traps)}", *(_kind(report, kind) for kind in kinds)])
+
+
+def _kind(report: Report, kind: str) -> str:
+    """Returns the traps of one kind, each remedy below the last trap that it is for."""
+    traps = [trap for trap in report.traps if trap.kind == kind]
+    lines = [f"{kind}: {TRAPS[kind]}"]
+    shown = traps[:_SHOWN_OF_A_KIND]
+    for trap, following in zip(shown, [*shown[1:], None], strict=True):
+        place = ", ".join(filter(None, (trap.path, trap.where)))
+        lines.append(_wrapped(f"{place + ': ' if place else ''}{trap.cause} ({trap.cost})", "  - "))
+        if following is None or following.remedy != trap.remedy:
+            lines.append(_wrapped(trap.remedy, "    -> "))
+    if len(traps) > len(shown):
+        lines.append(f"  - … and {len(traps) - len(shown)} more in report.traps")
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, prefix: str) -> str:
+    indent = " " * len(prefix)
+    return textwrap.fill(
+        text,
+        _WIDTH,
+        initial_indent=prefix,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 _UNITS = (("flops", "FLOP"), ("bytes", "B"), ("cycles", "cycles"))

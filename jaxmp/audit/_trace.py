@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,36 +69,66 @@ def trace_program(
         TypeError: if an argument is no array.
         ValueError: if the arguments are sharded over several meshes.
     """
-    dynamic, kwargs, call = _without_static(fun, args, kwargs)
+    trace = getattr(fun, "trace", None)
+    traced = None if trace is None else trace(*args, **kwargs)
+    if traced is not None and not hasattr(traced, "args_info"):
+        # nnx.jit: what it traces is a function of the graph's state.
+        return _from_traced(fun, traced.traced)
+    dynamic, kwargs, call = _without_static(fun, args, kwargs, traced)
     names = _names(fun, {i: args[i] for i in dynamic}, kwargs)
     args = tuple(args[i] for i in dynamic)
     leaves, treedef = jax.tree.flatten((args, kwargs))
     specs = [_spec(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     spec_args, spec_kwargs = treedef.unflatten(specs)
-    traced = jax.jit(call).trace(*spec_args, **spec_kwargs)
-    outer = _lone_jit(traced.jaxpr)
-    shardings = [_sharding(spec.sharding) for spec in specs]
-    donated = [False] * len(specs)
-    if outer is not None:
-        donated = list(outer["donated_invars"])
+    outer = jax.jit(call).trace(*spec_args, **spec_kwargs)
+    donated, shardings = [False] * len(specs), [_sharding(spec.sharding) for spec in specs]
+    jitted = _lone_jit(outer.jaxpr)
+    if jitted is not None:
+        donated = jitted["donated_invars"]
         shardings = [
             _sharding(inner) or given
-            for inner, given in zip(outer["in_shardings"], shardings, strict=True)
+            for inner, given in zip(jitted["in_shardings"], shardings, strict=True)
         ]
     inputs = [
         jax.ShapeDtypeStruct(spec.shape, spec.dtype, weak_type=spec.weak_type, sharding=sharding)
         for spec, sharding in zip(specs, shardings, strict=True)
     ]
-    out_leaves = jax.tree_util.tree_leaves_with_path(traced.out_info)
+    trees = (spec_args, spec_kwargs, outer.out_info)
+    return _program(fun, outer.jaxpr, inputs, trees, names=names, donated=donated)
+
+
+def _from_traced(fun: Callable[..., Any], traced: Any) -> Program:
+    args, kwargs = traced.args_info
+    infos = jax.tree_util.tree_leaves_with_path((args, kwargs))
+    names = [path_name(path[1:]) for path, _ in infos]
+    inputs = [
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in traced.jaxpr.jaxpr.invars
+    ]
+    donated = [info.donated for _, info in infos]
+    trees = (args, kwargs, traced.out_info)
+    return _program(fun, traced.jaxpr, inputs, trees, names=names, donated=donated)
+
+
+def _program(
+    fun: Callable[..., Any],
+    jaxpr: ClosedJaxpr,
+    inputs: Sequence[jax.ShapeDtypeStruct],
+    trees: tuple[Any, Any, Any],
+    *,
+    names: Sequence[str],
+    donated: Sequence[bool],
+) -> Program:
+    args, kwargs, out = trees
+    outputs = jax.tree_util.tree_leaves_with_path(out)
     return Program(
         name=getattr(fun, "__name__", type(fun).__name__),
-        jaxpr=traced.jaxpr,
+        jaxpr=jaxpr,
         inputs=tuple(inputs),
         input_names=tuple(names),
         donated=tuple(donated),
-        output_names=tuple(path_name(path) for path, _ in out_leaves),
-        mesh=_mesh(shardings),
-        state_pairs=_state_pairs(spec_args, spec_kwargs, traced.out_info),
+        output_names=tuple(path_name(path) for path, _ in outputs),
+        mesh=_mesh([_sharding(spec.sharding) for spec in inputs]),
+        state_pairs=_state_pairs(args, kwargs, out),
     )
 
 
@@ -112,17 +142,15 @@ def in_float32(program: Program) -> Program:
 
 
 def _without_static(
-    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], traced: Any
 ) -> tuple[tuple[int, ...], dict[str, Any], Callable[..., Any]]:
     """Returns the positions and names of the traced arguments, and a function of them alone.
 
     A jitted function does not say which of its arguments are static; they are those that are not
     in its traced arguments.
     """
-    trace = getattr(fun, "trace", None)
-    if trace is None:
+    if traced is None:
         return tuple(range(len(args))), dict(kwargs), fun
-    traced = trace(*args, **kwargs)
     traced_args, traced_kwargs = traced.args_info
     dynamic = _align(args, traced_args)
 
@@ -237,10 +265,7 @@ def _mesh(shardings: Sequence[NamedSharding | None]) -> AbstractMesh | None:
 
 def _state_pairs(args: Any, kwargs: Any, out: Any) -> tuple[tuple[int, int], ...]:
     """Pairs the leaves of each argument with those of an output of the same structure."""
-    candidates, start = [], 0
-    for tree in [out, *(out if isinstance(out, tuple | list) else ())]:
-        candidates.append((tree, start if tree is not out else 0))
-        start += 0 if tree is out else len(jax.tree.leaves(tree))
+    candidates = list(_subtrees(out, 0))
     pairs, used, first = [], set(), 0
     for tree in [*args, *(kwargs[name] for name in sorted(kwargs))]:
         count = len(jax.tree.leaves(tree))
@@ -251,6 +276,15 @@ def _state_pairs(args: Any, kwargs: Any, out: Any) -> tuple[tuple[int, int], ...
                 break
         first += count
     return tuple(pairs)
+
+
+def _subtrees(tree: Any, begin: int, depth: int = 2) -> Iterator[tuple[Any, int]]:
+    """Yields what a function returns, and the parts of its tuples, with their first leaf."""
+    yield tree, begin
+    if depth and type(tree) in (tuple, list):
+        for part in tree:
+            yield from _subtrees(part, begin, depth - 1)
+            begin += len(jax.tree.leaves(part))
 
 
 def _alike(tree: Any, other: Any) -> bool:
