@@ -1,7 +1,9 @@
 """The values of a program, with every call and loop opened: what is made of what."""
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -9,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 from jaxmp._jaxpr import (
     Inner,
     inner_jaxprs,
-    is_library_code,
+    is_jax_code,
     module_path,
     open_jaxpr,
     rank_differs,
@@ -52,21 +54,27 @@ class Context:
         name_stack: of the equations around it, joined by slashes.
         times: how often it is executed.
         devices: how many devices each execute it on their own part.
-        where: the user's line that calls the library function it is in; empty for user code.
+        call: the equation that calls the function of JAX it is in; None for other code.
     """
 
     name_stack: str = ""
     times: int = 1
     devices: int = 1
-    where: str = ""
+    call: JaxprEqn | None = None
 
     def enter(self, eqn: JaxprEqn, inner: Inner) -> "Context":
         """Returns the context of the equations of a jaxpr inside `eqn`."""
-        # The jaxpr of a library function may be cached, and then its lines are another caller's.
-        where = self.where or (source_line(eqn) if is_library_code(inner.jaxpr) else "")
+        call = self.call or (eqn if is_jax_code(inner.jaxpr) else None)
         return Context(
-            self.stack_of(eqn), self.times * inner.times, self.devices * inner.devices, where
+            self.stack_of(eqn), self.times * inner.times, self.devices * inner.devices, call
         )
+
+    def line_of(self, eqn: JaxprEqn) -> str:
+        """Returns the user's line of an equation.
+
+        The jaxpr of a function of JAX may be cached, and then its lines are another caller's.
+        """
+        return source_line(self.call or eqn)
 
     def stack_of(self, eqn: JaxprEqn) -> str:
         """Returns the whole name stack of an equation."""
@@ -140,9 +148,7 @@ class Node:
     @property
     def where(self) -> str:
         """The user's line that made the value: `"model.py:35 (attend)"`, or an empty string."""
-        if self.eqn is None:
-            return ""
-        return self.context.where or source_line(self.eqn)
+        return "" if self.eqn is None else self.context.line_of(self.eqn)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +167,35 @@ class Dataflow:
     nodes: tuple[Node, ...]
     carries: tuple[Node, ...]
     outputs: tuple[Node, ...]
+
+    @functools.cached_property
+    def users(self) -> dict[int, list[Node]]:
+        """The values that are made of each value, by the value's id; an output counts as one."""
+        users: dict[int, list[Node]] = collections.defaultdict(list)
+        seen: set[int] = set()
+        stack = [*self.nodes, *self.carries, *self.outputs]
+        while stack:
+            node = stack.pop()
+            if id(node) in seen:
+                continue
+            seen.add(id(node))
+            for operand in node.operands:
+                users[id(operand)].append(node)
+                stack.append(operand)
+        for node in self.outputs:
+            users[id(node)].append(Node("output", node.aval, [node]))
+        return dict(users)
+
+    def made_of(self, starts: Iterable[Node]) -> set[int]:
+        """Returns the ids of all values that depend on one of `starts`, and their own."""
+        seen: set[int] = set()
+        stack = list(starts)
+        while stack:
+            node = stack.pop()
+            if id(node) not in seen:
+                seen.add(id(node))
+                stack.extend(self.users.get(id(node), ()))
+        return seen
 
 
 def dataflow(jaxpr: Any, platform: str | None = None) -> Dataflow:

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import re
+import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,32 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...]:
         return _while(eqn)
     if name == "cond":
         return tuple(_branches(eqn))
+    if name == "custom_linear_solve":
+        return (_linear_solve(eqn),)
     return tuple(_calls(eqn))
+
+
+def _linear_solve(eqn: JaxprEqn) -> Inner:
+    """Of the functions that describe a linear system, the one that runs: it solves it."""
+    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    first = lengths.matvec + lengths.vecmat
+    rest = first + lengths.solve + lengths.transpose_solve
+    inputs = (*range(first, first + lengths.solve), *range(rest, len(eqn.invars)))
+    return Inner(open_jaxpr(jaxprs.solve), "call", inputs, tuple(range(len(eqn.outvars))))
+
+
+def is_opaque(eqn: JaxprEqn) -> bool:
+    """Whether an equation may compute what is not to be seen: kernels, and what is not known."""
+    name = eqn.primitive.name
+    if name in OPAQUE_PRIMITIVES:
+        return True
+    unknown = name.startswith("bcoo_") or name == "call_hi_primitive"
+    hidden = any(_jaxprs_in(eqn.params)) and name not in _COMBINING and not _combines(name)
+    return not inner_jaxprs(eqn) and (unknown or hidden)
+
+
+def _combines(name: str) -> bool:
+    return name.startswith(("scatter", "reduce", "select_and", "custom_"))
 
 
 def _calls(eqn: JaxprEqn) -> Iterator[Inner]:
@@ -131,6 +157,22 @@ def _scan(eqn: JaxprEqn) -> Inner:
     )
 
 
+def meshes_of(jaxpr: Any) -> Iterator[Any]:
+    """Yields the meshes of several devices that a program names itself, outermost first."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        shardings = [
+            eqn.params.get("sharding"),
+            *(eqn.params.get("in_shardings") or ()),
+            *(eqn.params.get("out_shardings") or ()),
+        ]
+        named = [getattr(sharding, "mesh", None) for sharding in shardings]
+        for mesh in (eqn.params.get("mesh"), *named):
+            if getattr(mesh, "size", 1) > 1:
+                yield mesh
+        for inner in inner_jaxprs(eqn):
+            yield from meshes_of(inner.jaxpr)
+
+
 def rank_differs(outer: Any, inner: Any) -> bool:
     """Whether an array has another number of axes inside: it is sliced or stacked by a scan."""
     return _rank(outer) != _rank(inner)
@@ -163,14 +205,17 @@ def _branches(eqn: JaxprEqn) -> Iterator[Inner]:
 def is_sum(eqn: JaxprEqn) -> bool:
     """Whether a `reduce` or `reduce_window` adds or multiplies."""
     jaxpr = open_jaxpr(eqn.params.get("jaxpr"))
-    return any(inner.primitive.name in ("add", "mul") for inner in jaxpr.eqns)
+    # Of several arrays reduced at once it is not known which are added up.
+    return len(eqn.invars) == 2 and any(
+        inner.primitive.name in ("add", "mul") for inner in jaxpr.eqns
+    )
 
 
-def is_library_code(jaxpr: Jaxpr) -> bool:
-    """Whether a jaxpr is that of a function of JAX or of a library on top of it."""
+def is_jax_code(jaxpr: Jaxpr) -> bool:
+    """Whether a jaxpr is that of a function of JAX itself, such as `jnp.where`."""
     debug_info = getattr(jaxpr, "debug_info", None)
     file_name = getattr(debug_info, "func_filename", None)
-    return file_name is not None and not _is_users(file_name)
+    return file_name is not None and file_name.startswith(_skipped_prefixes()[0])
 
 
 def kernel_name(eqn: JaxprEqn) -> str:
@@ -184,6 +229,8 @@ def kernel_name(eqn: JaxprEqn) -> str:
     return next((str(name) for name in names if name), "")
 
 
+# The backward pass of remat names the forward modules again.
+_REPEATED = re.compile(r"(transpose\(jvp\((.*?)\)\))/jvp\(\2\)")
 _TRANSFORM = re.compile(r"(?:^|(?<=[/(]))\w+\((?=.*\))")
 _NOT_MODULES = frozenset({"", "rematted_computation", "checkpoint"})
 
@@ -195,19 +242,24 @@ def module_path(name_stack: str) -> str:
         >>> module_path("transpose(jvp(GPT))/block_0/rematted_computation/Dense_1")
         'GPT/block_0/Dense_1'
     """
-    names = _TRANSFORM.sub("", name_stack).replace(")", "").split("/")
+    names = _TRANSFORM.sub("", _REPEATED.sub(r"\1", name_stack)).replace(")", "").split("/")
     # jnp.einsum names what it makes by its subscripts.
     return "/".join(name for name in names if name not in _NOT_MODULES and "->" not in name)
 
 
 @functools.cache
-def _skipped_prefixes() -> tuple[str, ...]:
+def _skipped_prefixes() -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Returns the folders of JAX and jaxmp, of the libraries on top, and of Python's own."""
     import jax  # noqa: PLC0415
     import jaxlib  # noqa: PLC0415
 
     packages = [Path(jax.__file__).parent, Path(jaxlib.__file__).parent, Path(__file__).parent]
     site = packages[0].parent
-    return tuple(f"{path}/" for path in [*packages, *(site / name for name in _LIBRARIES)])
+    return (
+        tuple(f"{path}/" for path in packages),
+        tuple(f"{site / name}/" for name in _LIBRARIES),
+        f"{sysconfig.get_path('stdlib')}/",
+    )
 
 
 _LIBRARIES = ("flax", "optax", "jmp", "chex", "haiku", "equinox", "einops")
@@ -215,7 +267,14 @@ _LIBRARIES = ("flax", "optax", "jmp", "chex", "haiku", "equinox", "einops")
 
 @functools.lru_cache(maxsize=65536)
 def _is_users(file_name: str) -> bool:
-    return not file_name.startswith(("<", *_skipped_prefixes()))
+    packages, libraries, python = _skipped_prefixes()
+    if file_name.startswith(python) and "site-packages" not in file_name:
+        return False
+    return not file_name.startswith(("<frozen", *packages, *libraries))
+
+
+def _is_librarys(file_name: str) -> bool:
+    return file_name.startswith(_skipped_prefixes()[1])
 
 
 def source_line(eqn: JaxprEqn) -> str:
@@ -237,9 +296,11 @@ _EXPLICIT_CASTS = frozenset(
 
 
 def is_promotion(eqn: JaxprEqn) -> bool:
-    """Whether a cast was made by type promotion, and not written by anyone."""
+    """Whether a cast was made by type promotion in user code, and not written by anyone."""
     names = []
     for frame in _frames(eqn):
+        if _is_librarys(frame.file_name):
+            return False
         if _is_users(frame.file_name):
             break
         names.append(frame.function_name)

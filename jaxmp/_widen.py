@@ -29,13 +29,26 @@ def widen_spec(spec: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, dtype, weak_type=weak_type, sharding=sharding)
 
 
+class CannotWidenError(ValueError):
+    """The program has a part that cannot be rewritten in float32."""
+
+
 def widen(jaxpr: ClosedJaxpr) -> ClosedJaxpr:
     """Returns a program in which every float narrower than float32 is float32.
 
     Kernels that cannot be looked into, and bit casts, keep their dtypes: values are cast for them.
+
+    Raises:
+        CannotWidenError: if it mutates references, or is of another kind that is not known here.
     """
+    if any(not hasattr(var.aval, "dtype") or _is_reference(var.aval) for var in jaxpr.jaxpr.invars):
+        raise CannotWidenError("it mutates references")
     specs = [_spec_of(var.aval) for var in jaxpr.jaxpr.invars]
     return jax.make_jaxpr(lambda *args: _run(jaxpr.jaxpr, jaxpr.consts, args))(*specs)
+
+
+def _is_reference(aval: Any) -> bool:
+    return hasattr(aval, "inner_aval")
 
 
 def _spec_of(aval: Any) -> jax.ShapeDtypeStruct:
@@ -102,7 +115,8 @@ def _widen_param(key: str, value: Any) -> Any:
     if isinstance(value, Jaxpr):
         return widen(ClosedJaxpr(value, ())).jaxpr
     if isinstance(value, tuple) and value and isinstance(value[0], ClosedJaxpr | Jaxpr):
-        return tuple(_widen_param(key, item) for item in value)
+        items = [_widen_param(key, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if key in _DTYPE_PARAMS and value is not None and _is_narrow(value):
         return FLOAT32
     if key == "precision" and isinstance(value, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):

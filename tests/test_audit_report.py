@@ -78,9 +78,9 @@ class TestText:
             for i in range(15):
                 with jax.named_scope(f"layer_{i}"):
                     x = x @ x
-            return x.astype(BF16)
+            return x
 
-        report = audit(fun, spec(4, 4), target=None)
+        report = audit(fun, spec(4, 4), target=None, policy="mixed_bfloat16")
         assert len(report.traps) == 15
         assert "Traps: 15" in str(report)
         assert "… and 11 more" in str(report)

@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from jaxmp.audit._compiled import CompileError, CompileTimeoutError, compile_program
+from jaxmp._widen import CannotWidenError
+from jaxmp.audit._compiled import CompileError, CompileTimeoutError, prepare
 from jaxmp.audit._compiled_traps import with_compiled
 from jaxmp.audit._half_detectors import find_traps
 from jaxmp.audit._program import Analysis, analyse
@@ -31,7 +32,13 @@ from jaxmp.audit._rows import (
     Trap,
     WideCopy,
 )
-from jaxmp.audit._targets import TARGETS, TargetError, TargetUnavailableError, parse_target
+from jaxmp.audit._targets import (
+    TARGETS,
+    Target,
+    TargetError,
+    TargetUnavailableError,
+    parse_target,
+)
 from jaxmp.audit._trace import Program, in_float32, trace_program
 from jaxmp.audit._traps import TRAPS, infer_intent
 from jaxmp.policy import get_policy, short_name
@@ -88,7 +95,7 @@ def audit(
         float32: whether to compile the same program in float32 too, every narrower float widened,
             to say what it would cost instead. Both are compiled at the same time. If left out, it
             is done for GPU targets only, where compilers are quick. Kernels that cannot be looked
-            into keep their dtypes.
+            into keep their dtypes; a program that mutates references is not compared.
         timeout: seconds that the compiler may take.
         **kwargs: more arguments of the function, by name.
 
@@ -116,6 +123,8 @@ def audit(
     where = None if target is None else parse_target(target)
     policy = None if policy is None else get_policy(policy)
     program = trace_program(fun, args, kwargs)
+    if target is not None and program.mesh is not None:
+        where = parse_target(target, program.mesh.size)
     platform = _platform(where.platform if where is not None else "attached")
     analysis = analyse(program, platform)
     intent = infer_intent(analysis, policy)
@@ -124,7 +133,7 @@ def audit(
         return report
     compare = where.platform == "cuda" if float32 is None else float32
     try:
-        compiled, wide = _compile(program, target, timeout, compare=compare and _is_mixed(report))
+        compiled, wide = _compile(program, where, timeout, compare=compare and _is_mixed(report))
     except CompileError as error:
         error.report = report
         raise
@@ -137,17 +146,23 @@ def _is_mixed(report: Report) -> bool:
 
 
 def _compile(
-    program: Program, target: str, timeout: float, *, compare: bool
+    program: Program, target: Target, timeout: float, *, compare: bool
 ) -> tuple[CompiledReport, CompiledReport | None]:
     """Compiles a program, and at the same time the same in float32 if asked."""
+    compile_it = prepare(program, str(target), timeout=timeout)
     if not compare:
-        return compile_program(program, target, timeout=timeout), None
-    wide = in_float32(program)
+        return compile_it(), None
+    try:
+        wide = in_float32(program)
+    except CannotWidenError:
+        return compile_it(), None
+    compile_wide = prepare(wide, str(target), timeout=timeout)
+    if target.is_here:
+        return compile_it(), compile_wide()
     # The compilers run in processes of their own, the threads only wait for them.
     with ThreadPoolExecutor(max_workers=1) as pool:
-        waiting = pool.submit(compile_program, wide, target, timeout=timeout)
-        compiled = compile_program(program, target, timeout=timeout)
-        return compiled, waiting.result()
+        waiting = pool.submit(compile_wide)
+        return compile_it(), waiting.result()
 
 
 def _platform(platform: str) -> str:

@@ -43,6 +43,7 @@ def main() -> None:
 
 def compile_job(job: dict[str, Any], program: bytes) -> CompiledReport:
     """Compiles an exported program for the topology that `job` describes."""
+    jax.config.update("jax_enable_x64", job["x64"])
     exported = jax.export.deserialize(bytearray(program))
     devices = topologies.get_topology_desc(**job["topology"]).devices
     mesh = place_mesh(job["mesh"], devices)

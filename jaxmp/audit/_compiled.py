@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -59,7 +60,17 @@ class CompileTimeoutError(TimeoutError):
 
 
 def compile_program(program: Program, target: str, *, timeout: float = 600.0) -> CompiledReport:
-    """Compiles `program` for `target` and reports on the optimized program.
+    """Compiles `program` for `target` and reports on the optimized program; see `prepare`."""
+    return prepare(program, target, timeout=timeout)()
+
+
+def prepare(
+    program: Program, target: str, *, timeout: float = 600.0
+) -> Callable[[], CompiledReport]:
+    """Lowers `program` for `target`, and returns a function that compiles it and reports.
+
+    JAX's settings are those of this thread, so it is lowered here; the function for a compiler in
+    another process may be called in any.
 
     Args:
         program: traced; nothing of it is run.
@@ -75,7 +86,7 @@ def compile_program(program: Program, target: str, *, timeout: float = 600.0) ->
     needed = program.mesh.size if program.mesh is not None else 1
     where = parse_target(target, needed)
     if where.is_here:
-        return _compile_here(program, where, needed)
+        return functools.partial(_compile_here, program, where, needed)
     require_compiler(where)
     job = {
         "topology": where.topology,
@@ -83,9 +94,10 @@ def compile_program(program: Program, target: str, *, timeout: float = 600.0) ->
         "device_memory": where.device_memory,
         "donated": program.donate_argnums,
         "mesh": _mesh_description(program),
+        "x64": jax.dtypes.canonicalize_dtype(np.int64) == np.int64,
     }
     message = json.dumps(job).encode() + b"\n" + _export(program, where.platform)
-    return report_from_dict(_run_child(message, where, program.name, timeout))
+    return lambda: report_from_dict(_run_child(message, where, program.name, timeout))
 
 
 def _compile_here(program: Program, target: Target, needed: int) -> CompiledReport:

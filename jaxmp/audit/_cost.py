@@ -50,7 +50,7 @@ def _convolution_flops(
 ) -> int:
     numbers = params["dimension_numbers"]
     taps = math.prod(
-        _valid_taps(
+        valid_taps(
             out[numbers.out_spec[2 + i]],
             right[numbers.rhs_spec[2 + i]],
             left[numbers.lhs_spec[2 + i]],
@@ -65,7 +65,7 @@ def _convolution_flops(
     return 2 * batch * features * right[numbers.rhs_spec[1]] * taps
 
 
-def _valid_taps(
+def valid_taps(
     out: int,
     taps: int,
     size: int,
@@ -76,9 +76,20 @@ def _valid_taps(
     right_dilation: int,
 ) -> int:
     """Counts the pairs (output position, tap) along one axis that meet an input element."""
-    at = np.arange(out)[:, None] * stride + np.arange(taps)[None, :] * right_dilation - padding
-    inside = (at >= 0) & (at % left_dilation == 0) & (at // left_dilation < size)
-    return int(np.count_nonzero(inside))
+    found = 0
+    period = left_dilation // math.gcd(left_dilation, stride)
+    for tap in range(taps):
+        # Position o meets element (o * stride + offset) / left_dilation, if that is one.
+        offset = tap * right_dilation - padding
+        first = max(0, -(offset // stride))
+        last = min(out - 1, ((size - 1) * left_dilation - offset) // stride)
+        hits = (
+            o for o in range(first, first + period) if (o * stride + offset) % left_dilation == 0
+        )
+        start = next(hits, None)
+        if start is not None and start <= last:
+            found += (last - start) // period + 1
+    return found
 
 
 def _ragged_flops(eqn: JaxprEqn, left: Sequence[int], right: Sequence[int]) -> int:

@@ -28,15 +28,27 @@ _FEW_NUMBERS = 64
 
 def wide_products(scene: Scene) -> Iterator[Finding]:
     """A float32 operand under a half policy."""
+    from_gradients = scene.made_of(
+        node for node, row in scene.analysis.products if row.pass_name in ("dgrad", "wgrad")
+    )
     for node, row in scene.analysis.products:
         dtypes = float_operands(row)
         wide = any(dtype.itemsize >= FLOAT32.itemsize for dtype in dtypes)
         if not wide or not scene.intent.is_half(row.path, row.parameter):
             continue
+        # Norms, tables of angles, and what an optimizer does with gradients are meant to be wide.
+        optimizer = row.pass_name == "fprop" and id(node) in from_gradients
+        if optimizer or not row.result_shape or not _contracts(row):
+            continue
         half = scene.intent.at(row.path, row.parameter).compute_dtype.name
         cause, remedy = _why_wide(scene, node, row, half)
         flops = row.flops * row.times
         yield Finding("wide-product", node, flops, "FLOP", cause, remedy, row.parameter)
+
+
+def _contracts(row: Product) -> bool:
+    """Whether a product sums anything: an outer product does not."""
+    return row.flops > 2 * math.prod(row.result_shape)
 
 
 def _why_wide(scene: Scene, node: Node, row: Product, half: str) -> tuple[str, str]:
@@ -96,12 +108,13 @@ def narrow_products(scene: Scene) -> Iterator[Finding]:
 def rounded_weight_gradients(scene: Scene) -> Iterator[Finding]:
     """A gradient of a parameter goes through half on its way to float32."""
     products = {id(node): (node, row) for node, row in scene.analysis.products}
+    order = {key: i for i, key in enumerate(products)}
     for node, row in scene.analysis.casts:
         source = node.operands[0]
         if not (is_half(source) and is_wide(node) and scene.is_gradient(node)):
             continue
         made_of = reaching([source], _through_half).intersection(products)
-        place, product = products[min(made_of)] if made_of else (node, None)
+        place, product = products[min(made_of, key=order.__getitem__)] if made_of else (node, None)
         yield Finding(
             "rounded-weight-gradient",
             place,
@@ -132,7 +145,8 @@ def ping_pong_casts(scene: Scene) -> Iterator[Finding]:
         source = first.operands[0]
         if not is_inexact(source.dtype) or np.dtype(source.dtype) != np.dtype(node.dtype):
             continue
-        if scene.is_gradient(node):
+        # To round to 8 bits and go on in half is how fp8 is simulated, and what XLA looks for.
+        if scene.is_gradient(node) or np.dtype(first.dtype).itemsize == 1:
             continue
         users = [node, *between]
         if not all(scene.only_feeds(value, users) for value in between):
@@ -158,6 +172,7 @@ def _chain(node: Node) -> list[Node]:
 
 def promotions(scene: Scene) -> Iterator[Finding]:
     """A float32 constant or argument widens a half value."""
+    states = {i for i, _ in scene.program.state_pairs}
     for node, row in scene.analysis.casts:
         if node.eqn is None or is_backward(node) or math.prod(row.shape) < _FEW_NUMBERS:
             continue
@@ -169,6 +184,9 @@ def promotions(scene: Scene) -> Iterator[Finding]:
             continue
         origin = unmoved(other)
         if origin.kind == "input":
+            if origin.index in states and any(id(u) in scene.analysis.gradients for u in users):
+                # A half update of a float32 state: it is the state that must stay wide.
+                continue
             what = f"argument {scene.program.input_names[origin.index]}"
             fix = f"cast the argument to {row.from_dtype}, or do this in float32 and narrow after"
         elif _is_constant(origin):

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from jaxmp.audit._cost import valid_taps
 from jaxmp.audit._hlo import Array, Instruction
 
 # Which operands of a cuDNN convolution play the part of (input, kernel, output); -1 is the result.
@@ -69,11 +70,14 @@ def _convolution_flops(instruction: Instruction, lhs: Array, rhs: Array, result:
     flops *= output[output_labels.index("b")] * output[output_labels.index("f")]
     for number, axis in enumerate(_window(instruction, len(image) - 2)):
         label = str(number)
-        flops *= _taps(
-            axis,
-            image=image[image_labels.index(label)],
-            kernel=kernel[kernel_labels.index(label)],
-            output=output[output_labels.index(label)],
+        flops *= valid_taps(
+            output[output_labels.index(label)],
+            kernel[kernel_labels.index(label)],
+            image[image_labels.index(label)],
+            stride=axis.stride,
+            padding=axis.pad,
+            left_dilation=axis.lhs_dilate,
+            right_dilation=axis.rhs_dilate,
         )
     return flops
 
@@ -96,21 +100,3 @@ def _window(instruction: Instruction, rank: int) -> list[_Axis]:
         name: [int(part.split("_")[0]) for part in stated[name].split("x")] for name in known
     }
     return [_Axis(**{name: columns[name][axis] for name in known}) for axis in range(rank)]
-
-
-def _taps(axis: _Axis, *, image: int, kernel: int, output: int) -> int:
-    """Returns how many (output place, kernel place) pairs of an axis fall on an input element."""
-    taps = 0
-    stride, dilate = axis.stride, axis.lhs_dilate
-    # Of the output places, one in `period` falls on an element, not into a hole.
-    period = dilate // math.gcd(dilate, stride)
-    for place in range(kernel):
-        offset = place * axis.rhs_dilate - axis.pad
-        # 0 <= o * stride + offset <= (image - 1) * dilate
-        first = max(0, -(offset // stride))
-        last = min(output - 1, ((image - 1) * dilate - offset) // stride)
-        hits = (o for o in range(first, first + period) if (o * stride + offset) % dilate == 0)
-        start = next(hits, None)
-        if start is not None and start <= last:
-            taps += (last - start) // period + 1
-    return taps

@@ -17,7 +17,6 @@ from jaxmp.audit._traps import (
     Finding,
     Intent,
     Scene,
-    consumers_of,
     is_backward,
     is_half,
     is_wide,
@@ -59,7 +58,7 @@ def _half_norm(scene: Scene) -> Iterator[Finding]:
     for node in scene.analysis.flow.nodes:
         if node.primitive not in ("rsqrt", "sqrt") or not is_half(node) or is_backward(node):
             continue
-        if any(value.primitive in ("reduce_sum", "dot_general") for value in _back(node, 6)):
+        if any(_is_statistic(value) for value in _back(node, 6)):
             yield Finding(
                 "half-norm",
                 node,
@@ -68,6 +67,14 @@ def _half_norm(scene: Scene) -> Iterator[Finding]:
                 f"{node.primitive} of a sum in {_name(node)}",
                 "cast the input to float32 before its statistics, and the normalized value back",
             )
+
+
+def _is_statistic(node: Node) -> bool:
+    """Whether a value is a sum, or a sum of squares written as a product with itself."""
+    squares = node.primitive == "dot_general" and unmoved(node.operands[0]) is unmoved(
+        node.operands[1]
+    )
+    return node.primitive == "reduce_sum" or squares
 
 
 def _half_sums(scene: Scene) -> Iterator[Finding]:
@@ -102,9 +109,10 @@ def _half_losses(scene: Scene) -> Iterator[Finding]:
         if any(value.primitive == "reduce_sum" for value in _back(node, 3)):
             cause = f"log-sum-exp in {_name(node)}"
             yield Finding("half-loss", node, math.prod(node.shape), "values", cause, remedy)
+    states = {o for _, o in scene.program.state_pairs}
     outputs = zip(scene.analysis.flow.outputs, scene.program.output_names, strict=True)
-    for node, name in outputs:
-        if is_half(node) and not node.shape and node.kind != "input":
+    for i, (node, name) in enumerate(outputs):
+        if is_half(node) and not node.shape and node.kind != "input" and i not in states:
             cause = f"a scalar result is {_name(node)}"
             path = name or "(the result)"
             yield Finding("half-loss", node, 1, "value", cause, remedy, path)
@@ -204,10 +212,14 @@ def _dtype_changes(scene: Scene) -> Iterator[Finding]:
 
 
 def _narrow_states(scene: Scene) -> Iterator[Finding]:
-    """Parameters and moments that are updated in half, though the policy keeps float32."""
+    """Parameters that are updated in half, though the policy keeps float32."""
     outputs = scene.analysis.flow.outputs
+    # Of other states, such as moments, the dtype is the optimizer's option.
+    parameters = {row.parameter for _, row in scene.analysis.products}
     for i, o in scene.program.state_pairs:
         spec, name = scene.program.inputs[i], scene.program.input_names[i]
+        if name not in parameters:
+            continue
         wanted = scene.intent.at("", name).param_dtype
         changed = outputs[o].kind != "input"
         if not (changed and spec.shape and spec.dtype in HALF_DTYPES and is_real_float(wanted)):
@@ -301,5 +313,5 @@ _DETECTORS: tuple[Callable[[Scene], Iterator[Finding]], ...] = (
 
 def find_traps(program: Program, analysis: Analysis, intent: Intent) -> tuple[Trap, ...]:
     """Returns the traps of a program, in the order of `TRAPS`, the costliest of a kind first."""
-    scene = Scene(program, analysis, intent, consumers_of(analysis))
+    scene = Scene(program, analysis, intent)
     return merge(finding for detector in _DETECTORS for finding in detector(scene))

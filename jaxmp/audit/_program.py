@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmp._dataflow import Dataflow, Node, dataflow, reaching
 from jaxmp._dtypes import HALF_DTYPES, is_inexact
-from jaxmp._jaxpr import OPAQUE_PRIMITIVES, is_sum, kernel_name
+from jaxmp._jaxpr import is_opaque, is_sum, kernel_name
 from jaxmp.audit import _cost
 from jaxmp.audit._rows import Cast, Collective, Opaque, Product, Reduction
 from jaxmp.audit._trace import Program
@@ -61,6 +61,8 @@ _NOT_ELEMENTWISE = frozenset(
         "qr",
         "householder_product",
         "reduce_window_sum",
+        # Over an axis of one number it would keep the size.
+        *_SUMS,
     }
 )
 
@@ -114,7 +116,7 @@ def analyse(program: Program, platform: str | None) -> Analysis:
                 casts.append((node, _cast(node)))
         elif name in COLLECTIVES:
             collectives.append((node, _collective(node)))
-        elif name in OPAQUE_PRIMITIVES:
+        elif node.eqn is not None and is_opaque(node.eqn):
             opaque.append((node, _opaque(node)))
         elif node.dtype in HALF_DTYPES and (terms := _terms(node)) > 1:
             reductions.append((node, _reduction(node, terms)))

@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxmp._dtypes import dtype_of
+from jaxmp._jaxpr import meshes_of
 from jaxmp._tree import is_key, path_name
 from jaxmp._widen import widen, widen_spec
 
@@ -69,11 +70,12 @@ def trace_program(
         TypeError: if an argument is no array.
         ValueError: if the arguments are sharded over several meshes.
     """
-    trace = getattr(fun, "trace", None)
-    traced = None if trace is None else trace(*args, **kwargs)
-    if traced is not None and not hasattr(traced, "args_info"):
-        # nnx.jit: what it traces is a function of the graph's state.
-        return _from_traced(fun, traced.traced)
+    traced = fun.trace(*args, **kwargs) if isinstance(fun, jax.stages.Wrapped) else None
+    within = getattr(traced, "traced", None)
+    if isinstance(within, jax.stages.Traced):
+        # A wrapper such as nnx.jit: what it traces is a function of the state of its arguments.
+        return _from_traced(fun, within)
+    traced = traced if isinstance(traced, jax.stages.Traced) else None
     dynamic, kwargs, call = _without_static(fun, args, kwargs, traced)
     names = _names(fun, {i: args[i] for i in dynamic}, kwargs)
     args = tuple(args[i] for i in dynamic)
@@ -81,10 +83,12 @@ def trace_program(
     specs = [_spec(name, leaf) for name, leaf in zip(names, leaves, strict=True)]
     spec_args, spec_kwargs = treedef.unflatten(specs)
     outer = jax.jit(call).trace(*spec_args, **spec_kwargs)
-    donated, shardings = [False] * len(specs), [_sharding(spec.sharding) for spec in specs]
+    donated = [False] * len(specs)
+    if traced is not None:
+        donated = [info.donated for info in jax.tree.leaves(traced.args_info)]
+    shardings = [_sharding(spec.sharding) for spec in specs]
     jitted = _lone_jit(outer.jaxpr)
     if jitted is not None:
-        donated = jitted["donated_invars"]
         shardings = [
             _sharding(inner) or given
             for inner, given in zip(jitted["in_shardings"], shardings, strict=True)
@@ -127,7 +131,7 @@ def _program(
         input_names=tuple(names),
         donated=tuple(donated),
         output_names=tuple(path_name(path) for path, _ in outputs),
-        mesh=_mesh([_sharding(spec.sharding) for spec in inputs]),
+        mesh=_mesh([_sharding(spec.sharding) for spec in inputs], jaxpr),
         state_pairs=_state_pairs(args, kwargs, out),
     )
 
@@ -179,7 +183,11 @@ def _fits(arg: Any, traced: Any) -> bool:
     if jax.tree.structure(arg) != jax.tree.structure(traced):
         return False
     pairs = zip(jax.tree.leaves(arg), jax.tree.leaves(traced), strict=True)
-    return all(np.shape(leaf) == info.shape for leaf, info in pairs if _is_array(leaf))
+    return all(np.shape(leaf) == info.shape and _same_dtype(leaf, info) for leaf, info in pairs)
+
+
+def _same_dtype(leaf: Any, info: Any) -> bool:
+    return dtype_of(leaf) is None or dtype_of(leaf) == info.dtype
 
 
 def _has_arrays(tree: Any) -> bool:
@@ -219,7 +227,8 @@ def _spec(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
             "functools.partial or a lambda."
         )
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
+        # As jit takes a NumPy array: of 64 bits only where they are enabled.
+        return leaf if _is_key(leaf) else leaf.update(dtype=dtype_of(leaf))
     aval = jax.typeof(leaf)
     sharding = getattr(leaf, "sharding", None)
     return jax.ShapeDtypeStruct(
@@ -247,13 +256,13 @@ def _sharding(sharding: Any) -> NamedSharding | None:
     """Returns a sharding over an abstract mesh, or None for one device."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
         return None
-    mesh = sharding.mesh
-    abstract = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
-    return NamedSharding(abstract, sharding.spec)
+    return NamedSharding(_abstract(sharding.mesh), sharding.spec)
 
 
-def _mesh(shardings: Sequence[NamedSharding | None]) -> AbstractMesh | None:
+def _mesh(shardings: Sequence[NamedSharding | None], jaxpr: ClosedJaxpr) -> AbstractMesh | None:
     meshes: list[Any] = list(dict.fromkeys(s.mesh for s in shardings if s is not None))
+    if not meshes:
+        meshes = [_abstract(mesh) for mesh in meshes_of(jaxpr)][:1]
     if len(meshes) > 1:
         shapes = " and ".join(str(dict(mesh.shape)) for mesh in meshes)
         raise ValueError(
@@ -261,6 +270,10 @@ def _mesh(shardings: Sequence[NamedSharding | None]) -> AbstractMesh | None:
             "one: put all arguments on the same mesh."
         )
     return meshes[0] if meshes else None
+
+
+def _abstract(mesh: Any) -> AbstractMesh:
+    return mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
 
 
 def _state_pairs(args: Any, kwargs: Any, out: Any) -> tuple[tuple[int, int], ...]:

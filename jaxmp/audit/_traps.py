@@ -82,15 +82,21 @@ def infer_intent(analysis: Analysis, policy: Policy | None) -> Intent:
         for dtype in row.operand_dtypes:
             flops[dtype] += row.flops * row.times
     for dtype in (FLOAT16, BFLOAT16):
-        # A program that casts to half and then promotes all of it is meant to be half.
-        if dtype.name not in flops and any(r.to_dtype == dtype.name for _, r in analysis.casts):
+        # A program whose products are all made of half values, and promoted, is meant to be half.
+        if dtype.name not in flops and _reaches_product(analysis, dtype.name):
             flops[dtype.name] = 0
     half = [name for name in (FLOAT16.name, BFLOAT16.name) if name in flops]
-    narrow = any(np.dtype(name).itemsize == 1 for name in flops)
+    narrow = any(is_inexact(np.dtype(name)) and np.dtype(name).itemsize == 1 for name in flops)
     if not half and not narrow:
         return Intent(Policy(FLOAT32, FLOAT32, FLOAT32), given=False)
     compute = max(half, key=lambda name: flops[name], default=BFLOAT16.name)
     return Intent(Policy(FLOAT32, compute, FLOAT32), given=False)
+
+
+def _reaches_product(analysis: Analysis, dtype: str) -> bool:
+    casts = [node for node, row in analysis.casts if row.to_dtype == dtype]
+    dependent = analysis.flow.made_of(casts)
+    return any(id(node) in dependent for node, _ in analysis.products)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,11 +106,10 @@ class Scene:
     program: Program
     analysis: Analysis
     intent: Intent
-    consumers: dict[int, list[Node]]
 
     def users(self, node: Node) -> list[Node]:
         """Returns the values that are made of a value."""
-        return self.consumers.get(id(node), [])
+        return self.analysis.flow.users.get(id(node), [])
 
     def only_feeds(self, node: Node, targets: Iterable[Node]) -> bool:
         """Whether every use of a value is among `targets`."""
@@ -113,14 +118,7 @@ class Scene:
 
     def made_of(self, starts: Iterable[Node]) -> set[int]:
         """Returns the ids of all values that depend on one of `starts`."""
-        seen: set[int] = set()
-        stack = list(starts)
-        while stack:
-            node = stack.pop()
-            if id(node) not in seen:
-                seen.add(id(node))
-                stack.extend(self.users(node))
-        return seen
+        return self.analysis.flow.made_of(starts)
 
     def is_gradient(self, node: Node) -> bool:
         """Whether a value of the backward pass becomes the gradient of a parameter."""
@@ -151,24 +149,6 @@ def is_rounded_product(trap: Trap) -> bool:
 
 
 OF_A_PRODUCT = "the gradient of a product"
-
-
-def consumers_of(analysis: Analysis) -> dict[int, list[Node]]:
-    """Returns the users of each value, by the value's id."""
-    consumers: dict[int, list[Node]] = collections.defaultdict(list)
-    seen: set[int] = set()
-    stack = [*analysis.flow.nodes, *analysis.flow.carries, *analysis.flow.outputs]
-    while stack:
-        node = stack.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        for operand in node.operands:
-            consumers[id(operand)].append(node)
-            stack.append(operand)
-    for node in analysis.flow.outputs:
-        consumers[id(node)].append(Node("output", node.aval, [node]))
-    return dict(consumers)
 
 
 def merge(findings: Iterable[Finding]) -> tuple[Trap, ...]:
