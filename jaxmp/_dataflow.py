@@ -74,7 +74,8 @@ class Context:
 
         The jaxpr of a function of JAX may be cached, and then its lines are another caller's.
         """
-        return source_line(self.call or eqn)
+        called = source_line(self.call) if self.call is not None else ""
+        return called or source_line(eqn)
 
     def stack_of(self, eqn: JaxprEqn) -> str:
         """Returns the whole name stack of an equation."""

@@ -249,15 +249,15 @@ def module_path(name_stack: str) -> str:
 
 @functools.cache
 def _skipped_prefixes() -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Returns the folders of JAX and jaxmp, of the libraries on top, and of Python's own."""
+    """Returns the folders of JAX, of this and other libraries on top, and of Python's own."""
     import jax  # noqa: PLC0415
     import jaxlib  # noqa: PLC0415
 
-    packages = [Path(jax.__file__).parent, Path(jaxlib.__file__).parent, Path(__file__).parent]
-    site = packages[0].parent
+    packages = [Path(jax.__file__).parent, Path(jaxlib.__file__).parent]
+    libraries = [Path(__file__).parent, *(packages[0].parent / name for name in _LIBRARIES)]
     return (
         tuple(f"{path}/" for path in packages),
-        tuple(f"{site / name}/" for name in _LIBRARIES),
+        tuple(f"{path}/" for path in libraries),
         f"{sysconfig.get_path('stdlib')}/",
     )
 

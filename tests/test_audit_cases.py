@@ -164,6 +164,17 @@ class TestPlaces:
         ).products
         assert {row.where.split("(")[1].split(".")[-2] for row in rows} == {"Block"}
 
+    def test_lines_of_a_step_that_jaxmp_made(self):
+        def loss(params, x):
+            return jnp.sum((x @ params["w"]).astype(F32) ** 2)
+
+        tx = jaxmp.mixed_precision(optax.sgd(0.1), POLICY)
+        step = jaxmp.make_train_step(loss, tx, POLICY, microbatches=2)
+        state = jaxmp.TrainState.create({"w": jnp.ones((8, 8))}, tx)
+        report = program(step, state, spec(16, 8))
+        assert all("loss" in row.where for row in report.products)
+        assert all(trap.where for trap in report.traps)
+
     def test_line_of_an_einsum(self):
         def fun(x, w):
             return jnp.einsum("ij,jk->ik", x, w)
