@@ -6,6 +6,7 @@ from jaxmp._loss import LossOutput
 from jaxmp._tree import all_finite, cast_to_full, cast_to_half, select_tree
 from jaxmp.audit import audit
 from jaxmp.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jaxmp.matmul import conv_general_dilated, dot_general, einsum, matmul
 from jaxmp.optim import MixedPrecisionState, get_loss_scale, mixed_precision
 from jaxmp.policy import Policy, Recommendation, get_policy, recommend_policy
 from jaxmp.train import StepInfo, TrainState, make_train_step, value_and_grad
@@ -28,10 +29,14 @@ __all__ = [
     "cast_to_full",
     "cast_to_half",
     "checkpoint",
+    "conv_general_dilated",
+    "dot_general",
+    "einsum",
     "get_loss_scale",
     "get_policy",
     "half_dtype",
     "make_train_step",
+    "matmul",
     "mixed_precision",
     "optim",
     "recommend_policy",

@@ -12,7 +12,9 @@ from jax.sharding import NamedSharding
 from jaxmp._dtypes import FLOAT32, is_inexact, widened
 from jaxmp._jaxpr import OPAQUE_PRIMITIVES, inner_jaxprs
 
-_DTYPE_PARAMS = ("new_dtype", "dtype", "preferred_element_type")
+_DTYPE_PARAMS = frozenset(
+    {"new_dtype", "dtype", "preferred_element_type", "compute_dtype", "accum_dtype", "out_dtype"}
+)
 # Rules for differentiation are not needed where nothing is differentiated any more.
 _INLINED = frozenset(
     {"custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "linear_call", "closed_call"}

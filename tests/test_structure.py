@@ -29,6 +29,8 @@ LAYERS = {
     "_jaxpr": 1,
     "_dataflow": 1,
     "_widen": 1,
+    "_product": 2,
+    "matmul": 2,
     "_boundary": 3,
     "optim": 3,
     "_loss": 4,

@@ -15,7 +15,20 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._dtypes import BFLOAT16, FLOAT16
 
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
+# Plain products, and the one of `jaxmp.matmul`, which holds the parameters of a plain one.
+_MIXED = "mixed_product"
+PRODUCTS = frozenset(
+    {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", _MIXED}
+)
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    """Returns the primitive of a product, of the plain one for a mixed product."""
+    return eqn.params["base"] if eqn.primitive.name == _MIXED else eqn.primitive.name
+
+
+def _params(eqn: JaxprEqn) -> dict[str, Any]:
+    return dict(eqn.params["params"]) if eqn.primitive.name == _MIXED else eqn.params
 
 
 def nbytes(aval: Any) -> int:
@@ -35,12 +48,12 @@ def flops(eqn: JaxprEqn) -> int:
     """Returns the operations of one execution of a matmul or convolution."""
     left, right = (_shaped(atom).shape for atom in eqn.invars[:2])
     out = _shaped(eqn.outvars[0]).shape
-    match eqn.primitive.name:
+    match name_of(eqn):
         case "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
+            (contracted, _), _ = _params(eqn)["dimension_numbers"]
             return 2 * math.prod(out) * math.prod(left[i] for i in contracted)
         case "conv_general_dilated":
-            return _convolution_flops(eqn.params, left, right, out)
+            return _convolution_flops(_params(eqn), left, right, out)
         case _:
             return _ragged_flops(eqn, left, right)
 
@@ -115,6 +128,8 @@ _ROUNDING_ALGORITHMS = {
 def operand_dtypes(eqn: JaxprEqn) -> tuple[np.dtype, np.dtype]:
     """Returns the dtypes that are multiplied: the operands', or the algorithm's if it rounds."""
     left, right = (np.dtype(_shaped(atom).dtype) for atom in eqn.invars[:2])
+    if eqn.primitive.name == _MIXED:
+        return eqn.params["compute_dtype"], eqn.params["compute_dtype"]
     precision = eqn.params.get("precision")
     if isinstance(precision, jax.lax.DotAlgorithm) and precision.num_primitive_operations == 1:
         return (
@@ -133,6 +148,8 @@ def _narrower(dtype: np.dtype, other: np.dtype) -> np.dtype:
 
 def accumulation_dtype(eqn: JaxprEqn) -> np.dtype:
     """Returns the dtype that the program asks a product to be summed in."""
+    if eqn.primitive.name == _MIXED:
+        return eqn.params["accum_dtype"]
     precision = eqn.params.get("precision")
     if isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
         named = precision.accumulation_type

@@ -56,8 +56,8 @@ def _why_wide(scene: Scene, node: Node, row: Product, half: str) -> tuple[str, s
     cause = f"{row.pass_name} multiplies {left} with {right}"
     if row.pass_name in ("dgrad", "wgrad"):
         remedy = (
-            f"make the forward product {half}, operands and result: a float32 result, as with "
-            "preferred_element_type, has a float32 cotangent"
+            f"make the forward product {half}, operands and result, or use jaxmp.matmul: a float32 "
+            "result, as with preferred_element_type, has a float32 cotangent"
         )
         return cause, remedy
     begins = [_begins_wide(scene, operand) for operand in node.operands[:2] if is_wide(operand)]
@@ -122,8 +122,8 @@ def rounded_weight_gradients(scene: Scene) -> Iterator[Finding]:
             "B",
             f"{OF_A_PRODUCT if product else 'the gradient of a parameter'} is rounded to "
             f"{short(row.from_dtype)}, then cast to {short(row.to_dtype)}",
-            "compute it by a matmul whose own derivative (jax.custom_vjp) asks for a float32 "
-            "weight gradient: hardware accumulates in float32 anyway"
+            "use jaxmp.matmul, einsum or conv_general_dilated, which narrow the float32 parameter "
+            "themselves: its gradient is float32, straight from the accumulator"
             if product
             else "use the float32 parameter in float32 arithmetic, and narrow the result",
             product.parameter if product else "",

@@ -171,7 +171,7 @@ def _product(node: Node, parameter: str, pass_name: str) -> Product:
         path=node.path,
         where=node.where,
         parameter=parameter,
-        primitive=node.primitive,
+        primitive=_cost.name_of(eqn),
         pass_name=pass_name,
         operand_dtypes=(dtypes[0].name, dtypes[1].name),
         accumulation_dtype=_cost.accumulation_dtype(eqn).name,

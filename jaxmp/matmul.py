@@ -1,0 +1,293 @@
+"""Matmuls and convolutions whose forward product and both gradients run in the compute dtype.
+
+The operands can be whatever they are, such as f32 master weights and bf16 activations: they are
+narrowed where they are multiplied. Products are summed in `accum_dtype`. The gradient of each
+operand has the operand's dtype, and that of an f32 weight comes straight from the accumulator: it
+is never rounded to the compute dtype.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal
+
+from jaxmp._dataflow import dataflow, unmoved
+from jaxmp._dtypes import FLOAT32, dtype_of, is_real_float, parse_dtype
+from jaxmp._jaxpr import inner_jaxprs
+from jaxmp._product import DOT_GENERAL, product, traced_params
+from jaxmp.policy import Policy, get_policy
+
+__all__ = ["conv_general_dilated", "dot_general", "einsum", "matmul"]
+
+
+def dot_general(
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: Any,
+    *,
+    policy: Any = "mixed_bfloat16",
+    output_dtype: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """`jax.lax.dot_general` under a policy; see the module.
+
+    Args:
+        lhs: f16, bf16 or f32 array; other dtypes are multiplied as they are.
+        rhs: like `lhs`, of any of these dtypes.
+        dimension_numbers: as `jax.lax.dot_general` takes them.
+        policy: gives `compute_dtype` and `accum_dtype`.
+        output_dtype: of the result; the compute dtype if left out.
+        out_sharding: of the result, on a mesh with explicit axes.
+
+    Example:
+        >>> w, x = jnp.ones((8, 4), jnp.float32), jnp.ones((2, 8), jnp.bfloat16)
+        >>> numbers = (((1,), (0,)), ((), ()))
+        >>> def loss(w):
+        ...     return dot_general(x, w, numbers, output_dtype="float32").sum()
+        >>> loss(w).dtype, jax.grad(loss)(w).dtype
+        (dtype('float32'), dtype('float32'))
+    """
+    plain = functools.partial(
+        lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
+    )
+    return _mixed(plain, lhs, rhs, get_policy(policy), output_dtype)
+
+
+def _mixed(fun: Any, lhs: Any, rhs: Any, policy: Policy, output_dtype: Any) -> jax.Array:
+    """Computes the product that `fun(lhs, rhs)` is, under a policy."""
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    compute_dtype = policy.compute_dtype
+    out_dtype = compute_dtype if output_dtype is None else parse_dtype(output_dtype)
+    dtypes = {dtype_of(lhs), dtype_of(rhs)}
+    if not all(map(is_real_float, dtypes)) or dtypes | {compute_dtype, out_dtype} == {FLOAT32}:
+        return fun(lhs, rhs)
+    base, params = traced_params(fun, lhs, rhs)
+    return product(
+        lhs,
+        rhs,
+        base,
+        params,
+        compute_dtype=compute_dtype,
+        accum_dtype=policy.accum_dtype,
+        out_dtype=out_dtype,
+    )
+
+
+def matmul(
+    lhs: Any, rhs: Any, *, policy: Any = "mixed_bfloat16", output_dtype: Any = None
+) -> jax.Array:
+    """`jax.numpy.matmul` under a policy: vectors, matrices, and stacks that broadcast.
+
+    Args:
+        lhs: `[..., M, K]` or `[K]`.
+        rhs: `[..., K, N]` or `[K]`.
+        policy: gives `compute_dtype` and `accum_dtype`.
+        output_dtype: of the result; the compute dtype if left out.
+
+    Raises:
+        ValueError: if an operand is a scalar, or the contracted sizes differ.
+
+    Example:
+        >>> matmul(jnp.ones((5, 2, 8)), jnp.ones((8, 4))).shape
+        (5, 2, 4)
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    if not (lhs.ndim and rhs.ndim):
+        raise ValueError(
+            f"matmul takes arrays of at least one axis, got shapes {lhs.shape} and {rhs.shape}. "
+            "Multiply by a scalar with *."
+        )
+    if lhs.shape[-1] != rhs.shape[-2 if rhs.ndim > 1 else 0]:
+        raise ValueError(
+            f"matmul contracts the last axis of {lhs.shape} with the last but one (or only) of "
+            f"{rhs.shape}: they must be of one size. Transpose one of both, or use einsum."
+        )
+    left, right = ("k" if x.ndim == 1 else letters for x, letters in ((lhs, "mk"), (rhs, "kn")))
+    result = "".join(letter for letter in "mn" if letter in left + right)
+    subscripts = f"...{left},...{right}->...{result}"
+    return einsum(subscripts, lhs, rhs, policy=policy, output_dtype=output_dtype)
+
+
+def einsum(
+    subscripts: str,
+    *operands: Any,
+    policy: Any = "mixed_bfloat16",
+    output_dtype: Any = None,
+    optimize: Any = "optimal",
+) -> jax.Array:
+    """`jax.numpy.einsum` under a policy.
+
+    Args:
+        subscripts: as `jax.numpy.einsum` takes them.
+        *operands: f16, bf16 or f32 arrays, of any of these dtypes each.
+        policy: gives `compute_dtype` and `accum_dtype`.
+        output_dtype: of the result; the compute dtype if left out.
+        optimize: how the order of several products is chosen, see `jax.numpy.einsum`.
+
+    Example:
+        >>> q, k = jnp.ones((2, 5, 3, 8)), jnp.ones((2, 7, 3, 8), jnp.bfloat16)
+        >>> einsum("bqhd,bkhd->bhqk", q, k).shape
+        (2, 3, 5, 7)
+    """
+    policy = get_policy(policy)
+    arrays = [jnp.asarray(operand) for operand in operands]
+    plain = functools.partial(jnp.einsum, subscripts, optimize=optimize)
+    out_dtype = policy.compute_dtype if output_dtype is None else parse_dtype(output_dtype)
+    dtypes = {dtype_of(array) for array in arrays}
+    if not all(map(is_real_float, dtypes)) or dtypes | {policy.compute_dtype, out_dtype} == {
+        FLOAT32
+    }:
+        return plain(*arrays)
+    # What einsum does besides products (sums, diagonals, transposes) is read off its own trace.
+    specs = [jax.ShapeDtypeStruct(array.shape, FLOAT32) for array in arrays]
+    jaxpr = jax.make_jaxpr(plain)(*specs)
+    last = unmoved(dataflow(jaxpr).outputs[0]).eqn
+    replay = _Replay(policy, out_dtype, last)
+    (result,) = replay.run(jaxpr.jaxpr, jaxpr.consts, arrays)
+    return lax.convert_element_type(result, out_dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Replay:
+    """Runs the trace of an einsum with mixed products for the plain ones.
+
+    The product that is the result is given in `out_dtype`; others stay in float32, as sums do.
+    """
+
+    policy: Policy
+    out_dtype: np.dtype
+    last: JaxprEqn | None
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom.val if isinstance(atom, Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            inners = inner_jaxprs(eqn)
+            if eqn.primitive is DOT_GENERAL:
+                results = [self.contract(eqn, operands)]
+            elif inners:
+                results = self.run(inners[0].jaxpr, (), operands)
+            else:
+                results = [_other(eqn, operands)]
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def contract(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
+        return product(
+            operands[0],
+            operands[1],
+            DOT_GENERAL.name,
+            eqn.params,
+            compute_dtype=self.policy.compute_dtype,
+            accum_dtype=self.policy.accum_dtype,
+            out_dtype=self.out_dtype if eqn is self.last else FLOAT32,
+        )
+
+
+def _other(eqn: Any, operands: Sequence[Any]) -> Any:
+    """Moves values in their own dtype, and computes with them in float32."""
+    moves = len(operands) == 1 and eqn.primitive.name in ("transpose", "reshape", "squeeze")
+    if not moves:
+        operands = [_in_float32(operand) for operand in operands]
+    return eqn.primitive.bind(*operands, **eqn.params)
+
+
+def _in_float32(value: Any) -> Any:
+    return lax.convert_element_type(value, FLOAT32) if is_real_float(dtype_of(value)) else value
+
+
+def conv_general_dilated(
+    lhs: Any,
+    rhs: Any,
+    window_strides: Sequence[int],
+    padding: Any,
+    lhs_dilation: Sequence[int] | None = None,
+    *,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    policy: Any = "mixed_bfloat16",
+    output_dtype: Any = None,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated` under a policy; see the module.
+
+    cuDNN runs a half convolution in f32 if its result is asked for in f32. So on NVIDIA GPUs the
+    weight gradient is rounded to the compute dtype once, save where a 1×1 kernel makes the
+    convolution a matmul. TPUs and CPUs give it unrounded.
+
+    Args:
+        lhs: the input: f16, bf16 or f32; other dtypes are convolved as they are.
+        rhs: the kernel, of any of these dtypes.
+        window_strides: and the arguments that follow as `jax.lax.conv_general_dilated` takes them.
+        padding: `"SAME"`, `"VALID"` or pairs.
+        lhs_dilation: of the input.
+        rhs_dilation: of the kernel.
+        dimension_numbers: such as `("NHWC", "HWIO", "NHWC")`.
+        feature_group_count: groups of features.
+        batch_group_count: groups of the batch.
+        policy: gives `compute_dtype` and `accum_dtype`.
+        output_dtype: of the result; the compute dtype if left out.
+
+    Example:
+        >>> x, w = jnp.ones((2, 3, 9, 9)), jnp.ones((8, 3, 3, 3))
+        >>> conv_general_dilated(x, w, (2, 2), "SAME").shape
+        (2, 8, 5, 5)
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    plain = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=dimension_numbers,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+    )
+    if not all(is_real_float(dtype_of(array)) for array in (lhs, rhs)):
+        return plain(lhs, rhs)
+    _, params = traced_params(plain, lhs, rhs)
+    policy = get_policy(policy)
+    if policy.compute_dtype == FLOAT32 or not _is_pointwise(params, rhs.shape):
+        return _mixed(plain, lhs, rhs, policy, output_dtype)
+    return _pointwise(params["dimension_numbers"], lhs, rhs, policy, output_dtype)
+
+
+def _is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
+    """Whether a convolution multiplies every position by the same matrix and does nothing else."""
+    spatial = [kernel[i] for i in params["dimension_numbers"].rhs_spec[2:]]
+    ones = (*spatial, *params["window_strides"], *params["lhs_dilation"])
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    padded = np.any(np.asarray(params["padding"]))
+    return groups == 1 and not padded and all(size == 1 for size in ones)
+
+
+def _pointwise(
+    numbers: Any, lhs: jax.Array, rhs: jax.Array, policy: Policy, output_dtype: Any
+) -> jax.Array:
+    features = numbers.lhs_spec[1]
+    kernel_out, kernel_in, *spatial = numbers.rhs_spec
+    matrix = lax.squeeze(rhs, spatial)
+    contracted = 0 if kernel_in < kernel_out else 1
+    dims = (((features,), (contracted,)), ((), ()))
+    result = dot_general(lhs, matrix, dims, policy=policy, output_dtype=output_dtype)
+    # The product has the input's axes without the features, and the kernel's features last.
+    kept = [axis for axis in range(lhs.ndim) if axis != features]
+    place = {axis: i for i, axis in enumerate(kept)}
+    order = [0] * lhs.ndim
+    order[numbers.out_spec[0]] = place[numbers.lhs_spec[0]]
+    order[numbers.out_spec[1]] = lhs.ndim - 1
+    for out_axis, in_axis in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):
+        order[out_axis] = place[in_axis]
+    return lax.transpose(result, order)
