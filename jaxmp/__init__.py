@@ -6,7 +6,14 @@ from jaxmp._loss import LossOutput
 from jaxmp._tree import all_finite, cast_to_full, cast_to_half, select_tree
 from jaxmp.audit import audit
 from jaxmp.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
-from jaxmp.matmul import conv_general_dilated, dot_general, einsum, matmul
+from jaxmp.matmul import (
+    conv_general_dilated,
+    dot_general,
+    einsum,
+    matmul,
+    ragged_dot,
+    remat_policy,
+)
 from jaxmp.optim import MixedPrecisionState, get_loss_scale, mixed_precision
 from jaxmp.policy import Policy, Recommendation, get_policy, recommend_policy
 from jaxmp.train import StepInfo, TrainState, make_train_step, value_and_grad
@@ -39,7 +46,9 @@ __all__ = [
     "matmul",
     "mixed_precision",
     "optim",
+    "ragged_dot",
     "recommend_policy",
+    "remat_policy",
     "select_tree",
     "value_and_grad",
 ]

@@ -18,38 +18,41 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
-from jaxmp._dtypes import BFLOAT16, FLOAT32, HALF_DTYPES
+from jaxmp._dtypes import BFLOAT16, FLOAT32, HALF_DTYPES, dtype_of, is_inexact
 
 DOT_GENERAL = primitives.dot_general_p
-CONVOLUTION = primitives.conv_general_dilated_p
-_BASES = {primitive.name: primitive for primitive in (DOT_GENERAL, CONVOLUTION)}
+_CONVOLUTION = primitives.conv_general_dilated_p.name
+_RAGGED = "ragged_dot_general"
+PLAIN_PRODUCTS = frozenset({DOT_GENERAL.name, _CONVOLUTION, _RAGGED})
 
-# Parameters: `base`, the name of the plain primitive; `params`, its parameters as sorted pairs;
+# Operands: the two that are multiplied, and the sizes of groups if the product is ragged.
+# Parameters: `base`, the plain primitive; `params`, its parameters as sorted pairs;
 # `compute_dtype` of the multiplied operands; `accum_dtype` of the sums; `out_dtype` of the result.
 product_p = Primitive("mixed_product")
 
 
-def product(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    base: str,
-    params: dict[str, Any],
-    *,
-    compute_dtype: np.dtype,
-    accum_dtype: np.dtype,
-    out_dtype: np.dtype,
-) -> jax.Array:
+class Dtypes(NamedTuple):
+    """Of a mixed product: of what is multiplied, of the sums, and of the result."""
+
+    compute_dtype: np.dtype
+    accum_dtype: np.dtype
+    out_dtype: np.dtype
+
+
+def product(base: Primitive, params: dict[str, Any], dtypes: Dtypes, *operands: Any) -> jax.Array:
     """Binds the primitive to the parameters of a plain product, as a jaxpr has them."""
-    lhs, rhs = _vary_alike(lhs, rhs)
-    return product_p.bind(
-        lhs,
-        rhs,
-        base=base,
-        params=tuple(sorted(params.items())),
-        compute_dtype=compute_dtype,
-        accum_dtype=accum_dtype,
-        out_dtype=out_dtype,
-    )
+    operands = _vary_alike(operands)
+    frozen = tuple(sorted(params.items()))
+    return product_p.bind(*operands, base=base, params=frozen, **dtypes._asdict())
+
+
+def traced_params(
+    fun: Callable[..., Any], *operands: jax.Array
+) -> tuple[Primitive, dict[str, Any]]:
+    """Returns the primitive and the parameters of the product that `fun(*operands)` is."""
+    jaxpr = jax.make_jaxpr(fun)(*map(_float32_spec, _vary_alike(operands)))
+    (eqn,) = jaxpr.jaxpr.eqns
+    return eqn.primitive, dict(eqn.params)
 
 
 def _varying(value: Any) -> frozenset[str]:
@@ -59,24 +62,14 @@ def _varying(value: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", None) or getattr(manual, "varying", None) or ())
 
 
-def _vary_alike(lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Lets both operands vary over the axes that either does, as JAX's own operations do."""
-    axes = _varying(lhs) | _varying(rhs)
-    missing = (tuple(sorted(axes - _varying(x))) for x in (lhs, rhs))
-    left, right = (
-        lax.pcast(x, names, to="varying") if names else x
-        for x, names in zip((lhs, rhs), missing, strict=True)
+def _vary_alike(operands: Sequence[Any]) -> tuple[Any, ...]:
+    """Lets all operands vary over the axes that any does, as JAX's own operations do."""
+    axes = frozenset[str]().union(*map(_varying, operands))
+    missing = [tuple(sorted(axes - _varying(operand))) for operand in operands]
+    return tuple(
+        lax.pcast(operand, names, to="varying") if names else operand
+        for operand, names in zip(operands, missing, strict=True)
     )
-    return left, right
-
-
-def traced_params(
-    fun: Callable[..., Any], lhs: jax.Array, rhs: jax.Array
-) -> tuple[str, dict[str, Any]]:
-    """Returns the primitive and the parameters of the product that `fun(lhs, rhs)` is."""
-    jaxpr = jax.make_jaxpr(fun)(*map(_float32_spec, _vary_alike(lhs, rhs)))
-    (eqn,) = jaxpr.jaxpr.eqns
-    return eqn.primitive.name, dict(eqn.params)
 
 
 class _Linear(NamedTuple):
@@ -86,7 +79,7 @@ class _Linear(NamedTuple):
 
 
 def _float32_spec(value: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, sharding and manual axes of a value, as float32."""
+    """Returns shape, sharding and manual axes of a value, as float32 if it is a float."""
     aval: Any = value.aval if isinstance(value, _Linear) else jax.typeof(value)
     explicit = None if aval.sharding.mesh.empty else aval.sharding
     manual = {}
@@ -94,14 +87,15 @@ def _float32_spec(value: Any) -> jax.ShapeDtypeStruct:
         manual["vma"] = aval.vma
     elif getattr(getattr(aval, "manual_axis_type", None), "varying", None):
         manual["manual_axis_type"] = aval.manual_axis_type
-    return jax.ShapeDtypeStruct(aval.shape, FLOAT32, sharding=explicit, **manual)
+    dtype = FLOAT32 if is_inexact(np.dtype(aval.dtype)) else aval.dtype
+    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=explicit, **manual)
 
 
-def _plain(base: str, params: Sequence[tuple[str, Any]], lhs: Any, rhs: Any) -> Any:
-    return _BASES[base].bind(lhs, rhs, **dict(params))
+def _plain(base: Primitive, params: Sequence[tuple[str, Any]], *operands: Any) -> Any:
+    return base.bind(*operands, **dict(params))
 
 
-def _replay(jaxpr: ClosedJaxpr, args: Sequence[Any], **dtypes: Any) -> Any:
+def _replay(jaxpr: ClosedJaxpr, args: Sequence[Any], dtypes: Dtypes) -> Any:
     """Runs a traced rule of one result with the mixed product for the plain one."""
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     values |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
@@ -111,9 +105,8 @@ def _replay(jaxpr: ClosedJaxpr, args: Sequence[Any], **dtypes: Any) -> Any:
 
     for eqn in jaxpr.jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name in _BASES:
-            lhs, rhs = operands
-            results = product(lhs, rhs, eqn.primitive.name, eqn.params, **dtypes)
+        if eqn.primitive.name in PLAIN_PRODUCTS:
+            results = product(eqn.primitive, eqn.params, dtypes, *operands)
         else:
             results = eqn.primitive.bind(*operands, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
@@ -123,40 +116,64 @@ def _replay(jaxpr: ClosedJaxpr, args: Sequence[Any], **dtypes: Any) -> Any:
 
 
 @product_p.def_abstract_eval
-def _abstract(lhs: Any, rhs: Any, *, base: str, params: Any, out_dtype: Any, **_: Any) -> Any:
-    wide = (aval.update(dtype=FLOAT32, weak_type=False) for aval in (lhs, rhs))
-    found = _BASES[base].abstract_eval(*wide, **dict(params))
+def _abstract(*operands: Any, base: Primitive, params: Any, out_dtype: Any, **_: Any) -> Any:
+    wide = [
+        aval.update(dtype=FLOAT32, weak_type=False) if is_inexact(np.dtype(aval.dtype)) else aval
+        for aval in operands
+    ]
+    found = base.abstract_eval(*wide, **dict(params))
     aval = found[0] if isinstance(found, tuple) else found
     return aval.update(dtype=out_dtype, weak_type=False)
 
 
-def _transpose(
-    side: int, cotangent: Any, lhs: Any, rhs: Any, *, base: str, params: Any, **dtypes: Any
-) -> Any:
-    """Returns the gradient of the operand on `side`, in the dtype of that operand."""
-    linear, other = ((lhs, rhs), (rhs, lhs))[side]
-    spec = _float32_spec(_Linear(linear.aval))
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    terms = []
+    for side in (0, 1):
+        if not isinstance(tangents[side], ad.Zero):
+            operands = [*primals[:side], tangents[side], *primals[side + 1 :]]
+            terms.append(product_p.bind(*operands, **params))
+    result = product_p.bind(*primals, **params)
+    if not terms:
+        return result, ad.Zero(jax.typeof(result))
+    return result, functools.reduce(lax.add, terms)
 
-    def gradient(cotangent: Any, other: Any) -> Any:
+
+ad.primitive_jvps[product_p] = _jvp
+
+
+def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
+    """Returns the gradient of the operand that is linear, in the dtype of that operand."""
+    (side,) = (i for i, operand in enumerate(operands) if ad.is_undefined_primal(operand))
+    gradients: list[Any] = [None] * len(operands)
+    aval = operands[side].aval
+    if isinstance(cotangent, ad.Zero):
+        gradients[side] = ad.Zero(aval)
+        return gradients
+    others = [operand for i, operand in enumerate(operands) if i != side]
+    base, plain, dtypes = params.pop("base"), params.pop("params"), Dtypes(**params)
+    spec = _float32_spec(_Linear(aval))
+
+    def gradient(cotangent: Any, *others: Any) -> Any:
         def fun(value: Any) -> Any:
-            lhs, rhs = ((value, other), (other, value))[side]
-            return _plain(base, params, lhs, rhs)
+            return _plain(base, plain, *others[:side], value, *others[side:])
 
         (result,) = jax.linear_transpose(fun, spec)(cotangent)
         return result
 
-    jaxpr = jax.make_jaxpr(gradient)(_float32_spec(cotangent), _float32_spec(other))
-    return _replay(jaxpr, (cotangent, other), **(dtypes | {"out_dtype": linear.aval.dtype}))
+    jaxpr = jax.make_jaxpr(gradient)(*map(_float32_spec, (cotangent, *others)))
+    own = dtypes._replace(out_dtype=aval.dtype)
+    gradients[side] = _replay(jaxpr, (cotangent, *others), own)
+    return gradients
 
 
-ad.defbilinear(product_p, functools.partial(_transpose, 0), functools.partial(_transpose, 1))
+ad.primitive_transposes[product_p] = _transpose
 
 
-def _batch(args: Any, dims: Any, *, base: str, params: Any, **dtypes: Any) -> tuple[Any, int]:
+def _batch(args: Any, dims: Any, *, base: Primitive, params: Any, **dtypes: Any) -> tuple[Any, int]:
     axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
     batched = jax.vmap(functools.partial(_plain, base, params), in_axes=axes)
     jaxpr = jax.make_jaxpr(batched)(*map(_float32_spec, args))
-    return _replay(jaxpr, args, **dtypes), 0
+    return _replay(jaxpr, args, Dtypes(**dtypes)), 0
 
 
 batching.primitive_batchers[product_p] = _batch
@@ -172,62 +189,53 @@ def _eager(*args: Any, **params: Any) -> Any:
     return _compiled(tuple(sorted(params.items())))(*args)
 
 
-def _compute(
-    lhs: Any,
-    rhs: Any,
-    *,
-    base: str,
-    params: Any,
-    compute_dtype: np.dtype,
-    accum_dtype: np.dtype,
-    out_dtype: np.dtype,
-) -> Any:
+def _narrowed(operands: Sequence[Any], dtype: np.dtype) -> list[Any]:
+    """Casts the operands that are floats."""
+    return [
+        lax.convert_element_type(operand, dtype) if is_inexact(dtype_of(operand)) else operand
+        for operand in operands
+    ]
+
+
+def _compute(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
     """The product where the hardware sums narrow products in float32 by itself: TPU, GPU.
 
     The narrow result is asked for directly: the compiler would store a float32 one first.
     """
-    narrow = accum_dtype == FLOAT32 and out_dtype in HALF_DTYPES
-    asked = out_dtype if narrow else accum_dtype
-    lhs, rhs = (lax.convert_element_type(x, compute_dtype) for x in (lhs, rhs))
+    dtypes = Dtypes(**named)
+    narrow = dtypes.accum_dtype == FLOAT32 and dtypes.out_dtype in HALF_DTYPES
+    asked = dtypes.out_dtype if narrow else dtypes.accum_dtype
     wanted = dict(params) | {"preferred_element_type": asked}
-    result = _BASES[base].bind(lhs, rhs, **wanted)
-    return lax.convert_element_type(result, out_dtype)
+    result = base.bind(*_narrowed(operands, dtypes.compute_dtype), **wanted)
+    return lax.convert_element_type(result, dtypes.out_dtype)
 
 
-def _compute_on_cuda(lhs: Any, rhs: Any, *, base: str, out_dtype: np.dtype, **params: Any) -> Any:
+def _compute_on_cuda(*operands: Any, base: Primitive, out_dtype: np.dtype, **named: Any) -> Any:
     """As `_compute`, save that cuDNN runs a half convolution in float32 for a float32 result."""
-    if base != CONVOLUTION.name or params["compute_dtype"] not in HALF_DTYPES:
-        return _compute(lhs, rhs, base=base, out_dtype=out_dtype, **params)
-    narrow = _compute(lhs, rhs, base=base, out_dtype=params["compute_dtype"], **params)
+    if base.name != _CONVOLUTION or named["compute_dtype"] not in HALF_DTYPES:
+        return _compute(*operands, base=base, out_dtype=out_dtype, **named)
+    narrow = _compute(*operands, base=base, out_dtype=named["compute_dtype"], **named)
     return lax.convert_element_type(narrow, out_dtype)
 
 
-def _compute_on_cpu(
-    lhs: Any,
-    rhs: Any,
-    *,
-    base: str,
-    params: Any,
-    compute_dtype: np.dtype,
-    accum_dtype: np.dtype,
-    out_dtype: np.dtype,
-) -> Any:
+def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
     """The product in the only form that XLA:CPU has a fast path for, behind barriers.
 
     That is bfloat16 operands, contracted on their last axis, with a float32 result. A transpose
     that XLA folds into such a product is refused when it runs, so nothing may be moved into it.
     Other narrow dtypes have no fast path: their products are computed in float32, which holds them.
     """
-    lhs, rhs = (lax.convert_element_type(x, compute_dtype) for x in (lhs, rhs))
-    if base == DOT_GENERAL.name and compute_dtype == BFLOAT16:
+    dtypes = Dtypes(**named)
+    narrowed = _narrowed(operands, dtypes.compute_dtype)
+    if base is DOT_GENERAL and dtypes.compute_dtype == BFLOAT16:
+        lhs, rhs = narrowed
         result = _cpu_matmul(lhs, rhs, dict(params)["dimension_numbers"])
     else:
-        lhs, rhs = (lax.convert_element_type(x, FLOAT32) for x in (lhs, rhs))
         asked = dict(params) | {"preferred_element_type": FLOAT32}
-        result = _BASES[base].bind(lhs, rhs, **asked)
+        result = base.bind(*_narrowed(narrowed, FLOAT32), **asked)
     # A narrow accumulator rounds more often than once; here only its last rounding is kept.
-    result = lax.convert_element_type(result, accum_dtype)
-    return lax.convert_element_type(result, out_dtype)
+    result = lax.convert_element_type(result, dtypes.accum_dtype)
+    return lax.convert_element_type(result, dtypes.out_dtype)
 
 
 def _cpu_matmul(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:

@@ -8,7 +8,7 @@ is never rounded to the compute dtype.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,10 +20,17 @@ from jax.extend.core import JaxprEqn, Literal
 from jaxmp._dataflow import dataflow, unmoved
 from jaxmp._dtypes import FLOAT32, dtype_of, is_real_float, parse_dtype
 from jaxmp._jaxpr import inner_jaxprs
-from jaxmp._product import DOT_GENERAL, product, traced_params
+from jaxmp._product import DOT_GENERAL, Dtypes, product, product_p, traced_params
 from jaxmp.policy import Policy, get_policy
 
-__all__ = ["conv_general_dilated", "dot_general", "einsum", "matmul"]
+__all__ = [
+    "conv_general_dilated",
+    "dot_general",
+    "einsum",
+    "matmul",
+    "ragged_dot",
+    "remat_policy",
+]
 
 
 def dot_general(
@@ -56,27 +63,29 @@ def dot_general(
     plain = functools.partial(
         lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
     )
-    return _mixed(plain, lhs, rhs, get_policy(policy), output_dtype)
+    return _mixed(plain, (lhs, rhs), get_policy(policy), output_dtype)
 
 
-def _mixed(fun: Any, lhs: Any, rhs: Any, policy: Policy, output_dtype: Any) -> jax.Array:
-    """Computes the product that `fun(lhs, rhs)` is, under a policy."""
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
-    compute_dtype = policy.compute_dtype
-    out_dtype = compute_dtype if output_dtype is None else parse_dtype(output_dtype)
-    dtypes = {dtype_of(lhs), dtype_of(rhs)}
-    if not all(map(is_real_float, dtypes)) or dtypes | {compute_dtype, out_dtype} == {FLOAT32}:
-        return fun(lhs, rhs)
-    base, params = traced_params(fun, lhs, rhs)
-    return product(
-        lhs,
-        rhs,
-        base,
-        params,
-        compute_dtype=compute_dtype,
-        accum_dtype=policy.accum_dtype,
-        out_dtype=out_dtype,
-    )
+def _mixed(fun: Any, operands: Sequence[Any], policy: Policy, output_dtype: Any) -> jax.Array:
+    """Computes the product that `fun(*operands)` is, under a policy."""
+    operands = [jnp.asarray(operand) for operand in operands]
+    dtypes = _dtypes(policy, output_dtype)
+    if _is_plain(operands[:2], dtypes):
+        return fun(*operands)
+    base, params = traced_params(fun, *operands)
+    return product(base, params, dtypes, *operands)
+
+
+def _dtypes(policy: Policy, output_dtype: Any) -> Dtypes:
+    out_dtype = policy.compute_dtype if output_dtype is None else parse_dtype(output_dtype)
+    return Dtypes(policy.compute_dtype, policy.accum_dtype, out_dtype)
+
+
+def _is_plain(operands: Sequence[jax.Array], dtypes: Dtypes) -> bool:
+    """Whether a policy says nothing about operands: they are no floats, or all is float32."""
+    have = {dtype_of(operand) for operand in operands}
+    wide = have | {dtypes.compute_dtype, dtypes.out_dtype} == {FLOAT32}
+    return wide or not all(map(is_real_float, have))
 
 
 def matmul(
@@ -135,33 +144,27 @@ def einsum(
         >>> einsum("bqhd,bkhd->bhqk", q, k).shape
         (2, 3, 5, 7)
     """
-    policy = get_policy(policy)
     arrays = [jnp.asarray(operand) for operand in operands]
     plain = functools.partial(jnp.einsum, subscripts, optimize=optimize)
-    out_dtype = policy.compute_dtype if output_dtype is None else parse_dtype(output_dtype)
-    dtypes = {dtype_of(array) for array in arrays}
-    if not all(map(is_real_float, dtypes)) or dtypes | {policy.compute_dtype, out_dtype} == {
-        FLOAT32
-    }:
+    dtypes = _dtypes(get_policy(policy), output_dtype)
+    if _is_plain(arrays, dtypes):
         return plain(*arrays)
     # What einsum does besides products (sums, diagonals, transposes) is read off its own trace.
     specs = [jax.ShapeDtypeStruct(array.shape, FLOAT32) for array in arrays]
     jaxpr = jax.make_jaxpr(plain)(*specs)
     last = unmoved(dataflow(jaxpr).outputs[0]).eqn
-    replay = _Replay(policy, out_dtype, last)
-    (result,) = replay.run(jaxpr.jaxpr, jaxpr.consts, arrays)
-    return lax.convert_element_type(result, out_dtype)
+    (result,) = _Replay(dtypes, last).run(jaxpr.jaxpr, jaxpr.consts, arrays)
+    return lax.convert_element_type(result, dtypes.out_dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Replay:
     """Runs the trace of an einsum with mixed products for the plain ones.
 
-    The product that is the result is given in `out_dtype`; others stay in float32, as sums do.
+    The product that is the result is given in its dtype; others stay in float32, as sums do.
     """
 
-    policy: Policy
-    out_dtype: np.dtype
+    dtypes: Dtypes
     last: JaxprEqn | None
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -183,15 +186,8 @@ class _Replay:
         return [read(atom) for atom in jaxpr.outvars]
 
     def contract(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
-        return product(
-            operands[0],
-            operands[1],
-            DOT_GENERAL.name,
-            eqn.params,
-            compute_dtype=self.policy.compute_dtype,
-            accum_dtype=self.policy.accum_dtype,
-            out_dtype=self.out_dtype if eqn is self.last else FLOAT32,
-        )
+        dtypes = self.dtypes if eqn is self.last else self.dtypes._replace(out_dtype=FLOAT32)
+        return product(eqn.primitive, eqn.params, dtypes, *operands)
 
 
 def _other(eqn: Any, operands: Sequence[Any]) -> Any:
@@ -260,7 +256,7 @@ def conv_general_dilated(
     _, params = traced_params(plain, lhs, rhs)
     policy = get_policy(policy)
     if policy.compute_dtype == FLOAT32 or not _is_pointwise(params, rhs.shape):
-        return _mixed(plain, lhs, rhs, policy, output_dtype)
+        return _mixed(plain, (lhs, rhs), policy, output_dtype)
     return _pointwise(params["dimension_numbers"], lhs, rhs, policy, output_dtype)
 
 
@@ -291,3 +287,52 @@ def _pointwise(
     for out_axis, in_axis in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):
         order[out_axis] = place[in_axis]
     return lax.transpose(result, order)
+
+
+def ragged_dot(
+    lhs: Any,
+    rhs: Any,
+    group_sizes: Any,
+    *,
+    policy: Any = "mixed_bfloat16",
+    output_dtype: Any = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot` under a policy: each group of rows by a matrix of its own.
+
+    Args:
+        lhs: `[M, K]`: f16, bf16 or f32; other dtypes are multiplied as they are.
+        rhs: `[G, K, N]`, of any of these dtypes.
+        group_sizes: `i32[G]`, how many rows each matrix is for.
+        policy: gives `compute_dtype` and `accum_dtype`.
+        output_dtype: of the result; the compute dtype if left out.
+
+    Example:
+        >>> tokens, experts = jnp.ones((6, 8)), jnp.ones((2, 8, 4))
+        >>> ragged_dot(tokens, experts, jnp.array([2, 4])).shape
+        (6, 4)
+    """
+    return _mixed(lax.ragged_dot, (lhs, rhs, group_sizes), get_policy(policy), output_dtype)
+
+
+def remat_policy(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a policy of `jax.checkpoint` that knows the products of this module.
+
+    JAX's policies look for the primitives that they know: `dots_saveable` would recompute these
+    products.
+
+    Args:
+        policy: one of `jax.checkpoint_policies`, or your own.
+
+    Example:
+        >>> saveable = remat_policy(jax.checkpoint_policies.dots_saveable)
+        >>> layer = jax.checkpoint(lambda w, x: jnp.tanh(matmul(x, w)), policy=saveable)
+        >>> layer(jnp.ones((4, 4)), jnp.ones((2, 4))).dtype
+        dtype(bfloat16)
+    """
+
+    def knowing(primitive: Any, *avals: Any, **params: Any) -> Any:
+        if primitive is not product_p:
+            return policy(primitive, *avals, **params)
+        return policy(params["base"], *avals, **dict(params["params"]))
+
+    return knowing

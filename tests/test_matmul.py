@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxmp
-from jaxmp import conv_general_dilated, dot_general, einsum, matmul
+from jaxmp import conv_general_dilated, dot_general, einsum, matmul, ragged_dot, remat_policy
 from jaxmp.audit import TargetUnavailableError, audit
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -421,3 +421,51 @@ def test_compiled_convolutions_are_narrow(target):
     report = compiled(jax.value_and_grad(loss), *args, target=target)
     assert "compiled-wider" not in {trap.kind for trap in report.traps}
     report.assert_low_precision(1.0)
+
+
+SIZES = jnp.array([3, 0, 5])
+
+
+@pytest.mark.parametrize("compute", [BF16, F16])
+def test_ragged_dot_and_its_gradients(compute):
+    policy = jaxmp.Policy(F32, compute, F32)
+    lhs, rhs = normal(0, 8, 6, dtype=BF16), normal(1, 3, 6, 4)
+    result, pullback = jax.vjp(lambda l, r: ragged_dot(l, r, SIZES, policy=policy), lhs, rhs)  # noqa: E741
+    rounded = [x.astype(compute).astype(F32) for x in (lhs, rhs)]
+    wanted, reference = jax.vjp(lambda l, r: lax.ragged_dot(l, r, SIZES), *rounded)  # noqa: E741
+    assert result.dtype == compute
+    assert_close(result, np.asarray(wanted, np.float64), 8)
+    cotangent = normal(2, *result.shape, dtype=compute)
+    for grad, other, operand in zip(
+        pullback(cotangent), reference(cotangent.astype(F32)), (lhs, rhs), strict=True
+    ):
+        assert grad.dtype == operand.dtype
+        assert_close(grad, np.asarray(other, np.float64), 8)
+
+
+def test_ragged_dot_is_narrow_in_all_three_products():
+    def loss(rhs, lhs):
+        return jnp.sum(ragged_dot(lhs, rhs, SIZES).astype(F32) ** 2)
+
+    args = normal(1, 3, 6, 4), normal(0, 8, 6, dtype=BF16)
+    report = audit(jax.value_and_grad(loss, (0, 1)), *args, target=None)
+    assert [row.primitive for row in report.products] == ["ragged_dot_general"] * 3
+    assert {row.operand_dtypes for row in report.products} == {("bfloat16", "bfloat16")}
+    assert report.flops() == 3 * 2 * 8 * 6 * 4
+    _, tangent = jax.jvp(functools.partial(loss, lhs=args[1]), args[:1], args[:1])
+    assert_alike(tangent, jax.grad(loss)(*args).ravel() @ args[0].ravel(), 0.05)
+
+
+def test_checkpoint_policies_know_the_products():
+    def passes(policy):
+        layer = jax.checkpoint(
+            lambda w, x: jnp.tanh(matmul(jnp.tanh(matmul(x, w)), w)), policy=policy
+        )
+        fun = jax.value_and_grad(lambda w, x: jnp.sum(layer(w, x).astype(F32)))
+        report = audit(fun, normal(0, 8, 8), normal(1, 4, 8), target=None)
+        return [row.pass_name for row in report.products]
+
+    saveable = jax.checkpoint_policies.dots_saveable
+    assert passes(saveable).count("recompute") == 2
+    assert passes(remat_policy(saveable)).count("recompute") == 0
+    assert passes(remat_policy(jax.checkpoint_policies.nothing_saveable)).count("recompute") == 2

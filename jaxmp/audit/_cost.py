@@ -24,7 +24,7 @@ PRODUCTS = frozenset(
 
 def name_of(eqn: JaxprEqn) -> str:
     """Returns the primitive of a product, of the plain one for a mixed product."""
-    return eqn.params["base"] if eqn.primitive.name == _MIXED else eqn.primitive.name
+    return eqn.params["base"].name if eqn.primitive.name == _MIXED else eqn.primitive.name
 
 
 def _params(eqn: JaxprEqn) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def valid_taps(
 
 def _ragged_flops(eqn: JaxprEqn, left: Sequence[int], right: Sequence[int]) -> int:
     """Operations of a product whose groups add up to the whole ragged axis."""
-    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    numbers = _params(eqn)["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batch) = numbers.dot_dimension_numbers
     groups = set(numbers.rhs_group_dimensions)
     free = [
