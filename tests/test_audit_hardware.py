@@ -167,8 +167,8 @@ def test_traffic_of_a_loop_grows_with_its_length():
         return report.bytes_accessed
 
     turn = 4 * 3 * 512 * 512  # activations in and out, and a weight
-    # The compiler slices the weight out first, which reads and writes it once more.
-    assert 20 * turn <= traffic(40) - traffic(20) <= 2 * 20 * turn
+    # The compiler slices the weight out first, which moves it twice more, and keeps a counter.
+    assert 20 * turn <= traffic(40) - traffic(20) <= 2.1 * 20 * turn
 
 
 @pytest.mark.parametrize("text", ["cuda:h100", "tpu:v5e"])
