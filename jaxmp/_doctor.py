@@ -17,7 +17,7 @@ import jaxmp
 from jaxmp._dtype_speed import RULE, DtypeSpeed, SpeedReport, first_line, measure_speeds
 from jaxmp._dtypes import FLOAT32, dtype_name
 from jaxmp._known_faults import Fault, faults_of, release
-from jaxmp._table import render
+from jaxmp._table import render, wrapped
 from jaxmp.policy import Recommendation, recommend_policy, short_name
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "jmp", "numpy", "ml_dtypes")
@@ -320,22 +320,23 @@ def _speeds_table(report: SpeedReport) -> str:
         rows,
         right={2, 3},
     )
-    return f"{table}\n{_wrapped(f'{RULE[0].upper()}{RULE[1:]}.')}"
+    return f"{table}\n{wrapped(f'{RULE[0].upper()}{RULE[1:]}.', _WIDTH)}"
 
 
 def _recommendation_text(report: DoctorReport) -> str:
     name, reason = short_name(report.recommendation.policy), report.recommendation.reason
-    lines = [f"Recommended: jaxmp.get_policy({name!r})", _wrapped(reason)]
+    lines = [f"Recommended: jaxmp.get_policy({name!r})", wrapped(reason, _WIDTH)]
     if report.contradiction:
-        lines.append(_wrapped(f"But: {report.contradiction}"))
+        lines.append(wrapped(f"But: {report.contradiction}", _WIDTH))
     return "\n".join(lines)
 
 
 def _extras_text(extras: tuple[Extra, ...] | None) -> str:
     if extras is None:
-        return _wrapped(
+        return wrapped(
             "Extras of jaxmp: unknown, since it is imported from a folder and not installed. "
-            "Run `pip install -e .` in that folder."
+            "Run `pip install -e .` in that folder.",
+            _WIDTH,
         )
     rows = [
         [extra.name, ", ".join(extra.missing) or "–", extra.pip or "installed"] for extra in extras
@@ -346,18 +347,6 @@ def _extras_text(extras: tuple[Extra, ...] | None) -> str:
 def _faults_text(faults: Iterable[Fault], version: str) -> str:
     lines = [f"Known faults of JAX {version} on this device"]
     for fault in faults:
-        lines.append(_wrapped(fault.symptom, "- "))
-        lines.append(_wrapped(fault.remedy, "  -> "))
+        lines.append(wrapped(fault.symptom, _WIDTH, "- "))
+        lines.append(wrapped(fault.remedy, _WIDTH, "  -> "))
     return "\n".join(lines)
-
-
-def _wrapped(text: str, prefix: str = "") -> str:
-    indent = " " * len(prefix)
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=prefix,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -40,7 +40,6 @@ class Inner:
 
     Attributes:
         jaxpr: the inner jaxpr.
-        role: `"call"`, `"body"`, `"cond"` or `"branch 0"`, ...
         inputs: for each input of the jaxpr, the position among the equation's inputs.
         outputs: for each output of the jaxpr, the position among the equation's outputs, or None.
         carries: pairs (output of the jaxpr, input of the jaxpr): what one turn hands to the next.
@@ -49,7 +48,6 @@ class Inner:
     """
 
     jaxpr: Jaxpr
-    role: str
     inputs: tuple[int, ...]
     outputs: tuple[int | None, ...]
     carries: tuple[tuple[int, int], ...] = ()
@@ -89,7 +87,7 @@ def _linear_solve(eqn: JaxprEqn) -> Inner:
     first = lengths.matvec + lengths.vecmat
     rest = first + lengths.solve + lengths.transpose_solve
     inputs = (*range(first, first + lengths.solve), *range(rest, len(eqn.invars)))
-    return Inner(open_jaxpr(jaxprs.solve), "call", inputs, tuple(range(len(eqn.outvars))))
+    return Inner(open_jaxpr(jaxprs.solve), inputs, tuple(range(len(eqn.outvars))))
 
 
 def is_opaque(eqn: JaxprEqn) -> bool:
@@ -112,7 +110,6 @@ def _calls(eqn: JaxprEqn) -> Iterator[Inner]:
         if len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars):
             yield Inner(
                 jaxpr,
-                "call",
                 tuple(range(len(eqn.invars))),
                 tuple(range(len(eqn.outvars))),
                 devices=_devices(eqn),
@@ -149,7 +146,6 @@ def _scan(eqn: JaxprEqn) -> Inner:
     consts = inputs - scanned - carried
     return Inner(
         jaxpr,
-        "body",
         tuple(range(inputs)),
         tuple(range(outputs)),
         tuple((i, consts + i) for i in range(carried)),
@@ -185,10 +181,9 @@ def _while(eqn: JaxprEqn) -> tuple[Inner, Inner]:
     carried = len(eqn.invars) - first
     carry = tuple(range(first, len(eqn.invars)))
     return (
-        Inner(cond, "cond", (*range(cond_consts), *carry), (None,)),
+        Inner(cond, (*range(cond_consts), *carry), (None,)),
         Inner(
             body,
-            "body",
             (*range(cond_consts, first), *carry),
             tuple(range(carried)),
             tuple((i, body_consts + i) for i in range(carried)),
@@ -198,8 +193,8 @@ def _while(eqn: JaxprEqn) -> tuple[Inner, Inner]:
 
 def _branches(eqn: JaxprEqn) -> Iterator[Inner]:
     inputs, outputs = tuple(range(1, len(eqn.invars))), tuple(range(len(eqn.outvars)))
-    for i, branch in enumerate(eqn.params["branches"]):
-        yield Inner(open_jaxpr(branch), f"branch {i}", inputs, outputs)
+    for branch in eqn.params["branches"]:
+        yield Inner(open_jaxpr(branch), inputs, outputs)
 
 
 def is_sum(eqn: JaxprEqn) -> bool:

@@ -1,6 +1,7 @@
-"""Text tables: by rich where it is installed, else plain and aligned."""
+"""Text for a terminal: tables, by rich where it is installed, else plain; wrapped lines."""
 
 import io
+import textwrap
 from collections.abc import Collection, Sequence
 
 
@@ -71,3 +72,21 @@ def _plain(
     rule = "  ".join("-" * width for width in widths)
     lines = [line(header), rule, *map(line, rows)]
     return "\n".join([title, *lines] if title else lines)
+
+
+def wrapped(text: str, width: int, prefix: str = "") -> str:
+    """Returns a paragraph of lines up to `width`, indented below its prefix.
+
+    Example:
+        >>> print(wrapped("one two three", 10, "- "))
+        - one two
+          three
+    """
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=prefix,
+        subsequent_indent=" " * len(prefix),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxmp._widen import CannotWidenError
-from jaxmp.audit._compiled import CompileError, CompileTimeoutError, prepare
+from jaxmp.audit._compiled import CompileError, CompileTimeoutError, compile_program, prepare
 from jaxmp.audit._compiled_traps import with_compiled
 from jaxmp.audit._half_detectors import find_traps
 from jaxmp.audit._program import Analysis, analyse
@@ -149,9 +149,9 @@ def _compile(
     program: Program, target: Target, timeout: float, *, compare: bool
 ) -> tuple[CompiledReport, CompiledReport | None]:
     """Compiles a program, and at the same time the same in float32 if asked."""
-    compile_it = prepare(program, str(target), timeout=timeout)
     if not compare:
-        return compile_it(), None
+        return compile_program(program, str(target), timeout=timeout), None
+    compile_it = prepare(program, str(target), timeout=timeout)
     try:
         wide = in_float32(program)
     except CannotWidenError:

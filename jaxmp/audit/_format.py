@@ -51,16 +51,6 @@ for _power, _letter in enumerate("kmgt", 1):
     _FACTORS |= {f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 
 
-def shape_text(dtype: str, shape: tuple[int, ...]) -> str:
-    """Returns an array type as docstrings write it.
-
-    Example:
-        >>> shape_text("bfloat16", (8, 1024))
-        'bf16[8,1024]'
-    """
-    return f"{short(dtype)}[{','.join(map(str, shape))}]"
-
-
 def short(dtype: str) -> str:
     """Returns the short name of a dtype.
 

@@ -147,6 +147,7 @@ def _gradients(flow: Dataflow) -> set[int]:
 
 
 def keeps_elements(node: Node, operand: Node) -> bool:
+    """Whether a value has one number for each of an operand's, as elementwise results do."""
     if node.kind != "equation" or node.primitive in _GRADIENT_PATH:
         return True
     if node.primitive in _NOT_ELEMENTWISE:

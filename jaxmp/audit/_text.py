@@ -1,7 +1,6 @@
 """Reports as text."""
 
 import collections
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,24 +163,13 @@ def _kind(report: Report, kind: str) -> str:
     shown = traps[:_SHOWN_OF_A_KIND]
     for trap, following in zip(shown, [*shown[1:], None], strict=True):
         place = ", ".join(filter(None, (trap.path, trap.where)))
-        lines.append(_wrapped(f"{place + ': ' if place else ''}{trap.cause} ({trap.cost})", "  - "))
+        text = f"{place + ': ' if place else ''}{trap.cause} ({trap.cost})"
+        lines.append(_table.wrapped(text, _WIDTH, "  - "))
         if following is None or following.remedy != trap.remedy:
-            lines.append(_wrapped(trap.remedy, "    -> "))
+            lines.append(_table.wrapped(trap.remedy, _WIDTH, "    -> "))
     if len(traps) > len(shown):
         lines.append(f"  - … and {len(traps) - len(shown)} more in report.traps")
     return "\n".join(lines)
-
-
-def _wrapped(text: str, prefix: str) -> str:
-    indent = " " * len(prefix)
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=prefix,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
 
 
 _UNITS = (("flops", "FLOP"), ("bytes", "B"), ("cycles", "cycles"))
