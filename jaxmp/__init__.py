@@ -5,6 +5,7 @@ from jaxmp._dtypes import half_dtype
 from jaxmp._loss import LossOutput
 from jaxmp._tree import all_finite, cast_to_full, cast_to_half, select_tree
 from jaxmp.audit import audit
+from jaxmp.autocast import autocast, full_precision
 from jaxmp.loss_scale import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jaxmp.matmul import (
     conv_general_dilated,
@@ -33,12 +34,14 @@ __all__ = [
     "TrainState",
     "all_finite",
     "audit",
+    "autocast",
     "cast_to_full",
     "cast_to_half",
     "checkpoint",
     "conv_general_dilated",
     "dot_general",
     "einsum",
+    "full_precision",
     "get_loss_scale",
     "get_policy",
     "half_dtype",

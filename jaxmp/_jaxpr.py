@@ -1,6 +1,6 @@
 """How jaxprs are laid out: inner jaxprs, name stacks, source lines.
 
-Only this module knows it; what is said here holds for JAX 0.9 to 0.12.
+Only this module knows it; what is said here holds for JAX 0.10 to 0.12.
 """
 
 import dataclasses
@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 # Kernels and foreign code: what is inside is not JAX's to look at.
 OPAQUE_PRIMITIVES = frozenset(
@@ -44,6 +45,7 @@ class Inner:
         outputs: for each output of the jaxpr, the position among the equation's outputs, or None.
         carries: pairs (output of the jaxpr, input of the jaxpr): what one turn hands to the next.
         times: turns of the loop for one execution of the equation. A while loop counts as one.
+        consts: the values of the jaxpr's constants.
         devices: how many devices run it, each with its own part of the arrays.
     """
 
@@ -53,12 +55,108 @@ class Inner:
     carries: tuple[tuple[int, int], ...] = ()
     times: int = 1
     devices: int = 1
+    consts: Sequence[Any] = ()
+
+
+def consts_of(jaxpr: Any) -> Sequence[Any]:
+    """Returns the values of the constants of a closed jaxpr."""
+    return getattr(jaxpr, "consts", None) or ()
 
 
 def open_jaxpr(jaxpr: Any) -> Jaxpr:
     """Returns the jaxpr of a closed jaxpr, or the jaxpr itself."""
     inner = getattr(jaxpr, "jaxpr", None)
     return inner if isinstance(inner, Jaxpr) else jaxpr
+
+
+def aval_of(atom: Any) -> Any:
+    """Returns the abstract value of a variable or constant."""
+    return atom.aval
+
+
+def dtype_of_var(atom: Any) -> Any:
+    """Returns the dtype that a program gives to a variable or constant; None if it is no array."""
+    return getattr(atom.aval, "dtype", None)
+
+
+def spec_of(aval: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape, sharding and manual axes of an abstract value, in another dtype."""
+    explicit = None if aval.sharding.mesh.empty else aval.sharding
+    manual = {}
+    if getattr(aval, "vma", None):
+        manual["vma"] = aval.vma
+    elif getattr(getattr(aval, "manual_axis_type", None), "varying", None):
+        manual["manual_axis_type"] = aval.manual_axis_type
+    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=explicit, **manual)
+
+
+@functools.cache
+def _empty_jaxpr(inputs: int, outputs: int) -> Jaxpr:
+    """Returns a jaxpr of so many inputs and outputs, as something to be filled in."""
+    return jax.make_jaxpr(lambda *_: (0.0,) * outputs)(*(0.0,) * inputs).jaxpr
+
+
+def evaluate(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Computes an equation with other values, at the source line and in the scopes it has."""
+    # A constant among the inputs is given as an argument too: its dtype may be another one.
+    inputs = _empty_jaxpr(len(args), len(args)).invars
+    renamed = eqn.replace(invars=list(inputs))
+    empty = _empty_jaxpr(len(args), len(eqn.outvars))
+    jaxpr = empty.replace(
+        invars=list(inputs), outvars=list(eqn.outvars), eqns=[renamed], effects=eqn.effects
+    )
+    return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*args))
+
+
+def evaluate_at(eqn: JaxprEqn, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Computes another jaxpr at the source line and in the scopes of an equation."""
+    eqns = [each.replace(source_info=eqn.source_info) for each in open_jaxpr(closed).eqns]
+    jaxpr = open_jaxpr(closed).replace(eqns=eqns)
+    return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*args))
+
+
+def shard_map_arguments(eqn: JaxprEqn) -> dict[str, Any]:
+    """Returns the keyword arguments of `jax.shard_map` that make an equation like this one."""
+    params = eqn.params
+    axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
+    return {
+        "mesh": params["mesh"],
+        "in_specs": tuple(params["in_specs"]),
+        "out_specs": tuple(params["out_specs"]),
+        "axis_names": set(axes),
+        "check_vma": params["check_vma"],
+    }
+
+
+def with_jaxprs(eqn: JaxprEqn, jaxprs: Sequence[ClosedJaxpr]) -> JaxprEqn:
+    """Returns an equation with other jaxprs inside, in the order of `inner_jaxprs`."""
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name == "while":
+        params |= dict(zip(("cond_jaxpr", "body_jaxpr"), jaxprs, strict=True))
+    elif name == "cond":
+        params["branches"] = tuple(jaxprs)
+    else:
+        (key,) = (k for k, value in params.items() if isinstance(value, ClosedJaxpr | Jaxpr))
+        (closed,) = jaxprs
+        params[key] = closed if isinstance(params[key], ClosedJaxpr) else closed.jaxpr
+    return eqn.replace(params=params)
+
+
+def rewritten_in(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:
+    """Returns an equation whose parameters say that it computes floats of another dtype."""
+    names = [name for name in ("preferred_element_type", "out_dtype") if eqn.params.get(name)]
+    changed: dict[str, Any] = dict.fromkeys(names, dtype)
+    update = eqn.params.get("update_jaxpr")
+    if update is not None:
+        changed["update_jaxpr"] = _update_in(update, dtype)
+    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
+
+
+def _update_in(update: Jaxpr, dtype: Any) -> Jaxpr:
+    """Returns the jaxpr of how a scatter combines two numbers, for numbers of another dtype."""
+    closed = ClosedJaxpr(open_jaxpr(update), ())
+    number = jax.ShapeDtypeStruct((), dtype)
+    return jax.make_jaxpr(jaxpr_as_fun(closed))(number, number).jaxpr
 
 
 # Their jaxprs say how two numbers are combined.
@@ -106,21 +204,23 @@ def _combines(name: str) -> bool:
 
 def _calls(eqn: JaxprEqn) -> Iterator[Inner]:
     """Jaxprs that take all inputs and give all outputs: jit, remat, custom rules, shard_map."""
-    for jaxpr in _jaxprs_in(eqn.params):
+    for closed in _jaxprs_in(eqn.params):
+        jaxpr = open_jaxpr(closed)
         if len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars):
             yield Inner(
                 jaxpr,
                 tuple(range(len(eqn.invars))),
                 tuple(range(len(eqn.outvars))),
                 devices=_devices(eqn),
+                consts=consts_of(closed),
             )
 
 
-def _jaxprs_in(params: dict[str, Any]) -> Iterator[Jaxpr]:
+def _jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if isinstance(item, ClosedJaxpr | Jaxpr):
-                yield open_jaxpr(item)
+                yield item
 
 
 def _devices(eqn: JaxprEqn) -> int:
@@ -150,6 +250,7 @@ def _scan(eqn: JaxprEqn) -> Inner:
         tuple(range(outputs)),
         tuple((i, consts + i) for i in range(carried)),
         times=eqn.params["length"],
+        consts=consts_of(eqn.params["jaxpr"]),
     )
 
 
@@ -181,12 +282,18 @@ def _while(eqn: JaxprEqn) -> tuple[Inner, Inner]:
     carried = len(eqn.invars) - first
     carry = tuple(range(first, len(eqn.invars)))
     return (
-        Inner(cond, (*range(cond_consts), *carry), (None,)),
+        Inner(
+            cond,
+            (*range(cond_consts), *carry),
+            (None,),
+            consts=consts_of(eqn.params["cond_jaxpr"]),
+        ),
         Inner(
             body,
             (*range(cond_consts, first), *carry),
             tuple(range(carried)),
             tuple((i, body_consts + i) for i in range(carried)),
+            consts=consts_of(eqn.params["body_jaxpr"]),
         ),
     )
 
@@ -194,7 +301,7 @@ def _while(eqn: JaxprEqn) -> tuple[Inner, Inner]:
 def _branches(eqn: JaxprEqn) -> Iterator[Inner]:
     inputs, outputs = tuple(range(1, len(eqn.invars))), tuple(range(len(eqn.outvars)))
     for branch in eqn.params["branches"]:
-        yield Inner(open_jaxpr(branch), inputs, outputs)
+        yield Inner(open_jaxpr(branch), inputs, outputs, consts=consts_of(branch))
 
 
 def is_sum(eqn: JaxprEqn) -> bool:
@@ -213,12 +320,16 @@ def is_jax_code(jaxpr: Jaxpr) -> bool:
     return file_name is not None and file_name.startswith(_skipped_prefixes()[0])
 
 
+def function_name(jaxpr: Any) -> str:
+    """Returns the name of the function that a jaxpr is of."""
+    return getattr(getattr(jaxpr, "debug_info", None), "func_name", None) or ""
+
+
 def kernel_name(eqn: JaxprEqn) -> str:
     """Returns the name of an opaque kernel: its own, its function's or its foreign target's."""
-    debug_info = getattr(eqn.params.get("jaxpr"), "debug_info", None)
     names = (
         eqn.params.get("name"),
-        getattr(debug_info, "func_name", None),
+        function_name(eqn.params.get("jaxpr")),
         eqn.params.get("target_name"),
     )
     return next((str(name) for name in names if name), "")
@@ -227,7 +338,11 @@ def kernel_name(eqn: JaxprEqn) -> str:
 # The backward pass of remat names the forward modules again.
 _REPEATED = re.compile(r"(transpose\(jvp\((.*?)\)\))/jvp\(\2\)")
 _TRANSFORM = re.compile(r"(?:^|(?<=[/(]))\w+\((?=.*\))")
-_NOT_MODULES = frozenset({"", "rematted_computation", "checkpoint"})
+# Names of scopes by which autocast marks what it made, and what it is to leave in float32.
+AUTOCAST_SCOPE, FULL_PRECISION_SCOPE = "jaxmp.autocast", "jaxmp.full_precision"
+_NOT_MODULES = frozenset(
+    {"", "rematted_computation", "checkpoint", AUTOCAST_SCOPE, FULL_PRECISION_SCOPE}
+)
 
 
 def module_path(name_stack: str) -> str:
@@ -283,6 +398,31 @@ def source_line(eqn: JaxprEqn) -> str:
 def _frames(eqn: JaxprEqn) -> Sequence[Any]:
     traceback = eqn.source_info.traceback
     return traceback.frames if traceback is not None else ()
+
+
+def is_cast_back(eqn: JaxprEqn) -> bool:
+    """Whether a cast is the rounding that JAX gives to sums of half values it took in float32."""
+    for frame in _frames(eqn):
+        if _is_users(frame.file_name) or _is_librarys(frame.file_name):
+            return False
+        if Path(frame.file_name).name == "reductions.py":
+            return True
+    return False
+
+
+_PRODUCTS_OF_LINALG = frozenset({"matmul", "multi_dot", "tensordot", "vecdot", "outer"})
+
+
+def is_linear_algebra(eqn: JaxprEqn) -> bool:
+    """Whether JAX's own decompositions, solvers and their derivatives made an equation."""
+    inside = False
+    for frame in _frames(eqn):
+        if _is_users(frame.file_name) or _is_librarys(frame.file_name):
+            return inside
+        inside = inside or Path(frame.file_name).name == "linalg.py"
+        if frame.function_name in _PRODUCTS_OF_LINALG:
+            return False
+    return inside
 
 
 _EXPLICIT_CASTS = frozenset(

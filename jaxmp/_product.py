@@ -9,6 +9,7 @@ is traced in float32 and replayed with this primitive in the place of the plain 
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +20,12 @@ from jax.extend.core import ClosedJaxpr, Literal, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._dtypes import BFLOAT16, FLOAT32, HALF_DTYPES, dtype_of, is_inexact
+from jaxmp._jaxpr import spec_of
 
 DOT_GENERAL = primitives.dot_general_p
-_CONVOLUTION = primitives.conv_general_dilated_p.name
+CONVOLUTION = primitives.conv_general_dilated_p
 _RAGGED = "ragged_dot_general"
-PLAIN_PRODUCTS = frozenset({DOT_GENERAL.name, _CONVOLUTION, _RAGGED})
+PLAIN_PRODUCTS = frozenset({DOT_GENERAL.name, CONVOLUTION.name, _RAGGED})
 
 # Operands: the two that are multiplied, and the sizes of groups if the product is ragged.
 # Parameters: `base`, the plain primitive; `params`, its parameters as sorted pairs;
@@ -41,16 +43,19 @@ class Dtypes(NamedTuple):
 
 def product(base: Primitive, params: dict[str, Any], dtypes: Dtypes, *operands: Any) -> jax.Array:
     """Binds the primitive to the parameters of a plain product, as a jaxpr has them."""
-    operands = _vary_alike(operands)
-    frozen = tuple(sorted(params.items()))
-    return product_p.bind(*operands, base=base, params=frozen, **dtypes._asdict())
+    return product_p.bind(*vary_alike(operands), **product_params(base, params, dtypes))
+
+
+def product_params(base: Primitive, params: dict[str, Any], dtypes: Dtypes) -> dict[str, Any]:
+    """Returns the parameters of the mixed primitive for those of a plain product."""
+    return {"base": base, "params": tuple(sorted(params.items())), **dtypes._asdict()}
 
 
 def traced_params(
     fun: Callable[..., Any], *operands: jax.Array
 ) -> tuple[Primitive, dict[str, Any]]:
     """Returns the primitive and the parameters of the product that `fun(*operands)` is."""
-    jaxpr = jax.make_jaxpr(fun)(*map(_float32_spec, _vary_alike(operands)))
+    jaxpr = jax.make_jaxpr(fun)(*map(_float32_spec, vary_alike(operands)))
     (eqn,) = jaxpr.jaxpr.eqns
     return eqn.primitive, dict(eqn.params)
 
@@ -62,7 +67,7 @@ def _varying(value: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", None) or getattr(manual, "varying", None) or ())
 
 
-def _vary_alike(operands: Sequence[Any]) -> tuple[Any, ...]:
+def vary_alike(operands: Sequence[Any]) -> tuple[Any, ...]:
     """Lets all operands vary over the axes that any does, as JAX's own operations do."""
     axes = frozenset[str]().union(*map(_varying, operands))
     missing = [tuple(sorted(axes - _varying(operand))) for operand in operands]
@@ -81,14 +86,7 @@ class _Linear(NamedTuple):
 def _float32_spec(value: Any) -> jax.ShapeDtypeStruct:
     """Returns shape, sharding and manual axes of a value, as float32 if it is a float."""
     aval: Any = value.aval if isinstance(value, _Linear) else jax.typeof(value)
-    explicit = None if aval.sharding.mesh.empty else aval.sharding
-    manual = {}
-    if getattr(aval, "vma", None):
-        manual["vma"] = aval.vma
-    elif getattr(getattr(aval, "manual_axis_type", None), "varying", None):
-        manual["manual_axis_type"] = aval.manual_axis_type
-    dtype = FLOAT32 if is_inexact(np.dtype(aval.dtype)) else aval.dtype
-    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=explicit, **manual)
+    return spec_of(aval, FLOAT32 if is_inexact(np.dtype(aval.dtype)) else aval.dtype)
 
 
 def _plain(base: Primitive, params: Sequence[tuple[str, Any]], *operands: Any) -> Any:
@@ -186,7 +184,9 @@ def _compiled(params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
 
 @product_p.def_impl
 def _eager(*args: Any, **params: Any) -> Any:
-    return _compiled(tuple(sorted(params.items())))(*args)
+    # It is compiled like any primitive, also where jit is disabled to look into functions.
+    with jax.disable_jit(False):
+        return _compiled(tuple(sorted(params.items())))(*args)
 
 
 def _narrowed(operands: Sequence[Any], dtype: np.dtype) -> list[Any]:
@@ -212,7 +212,7 @@ def _compute(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
 
 def _compute_on_cuda(*operands: Any, base: Primitive, out_dtype: np.dtype, **named: Any) -> Any:
     """As `_compute`, save that cuDNN runs a half convolution in float32 for a float32 result."""
-    if base.name != _CONVOLUTION or named["compute_dtype"] not in HALF_DTYPES:
+    if base is not CONVOLUTION or named["compute_dtype"] not in HALF_DTYPES:
         return _compute(*operands, base=base, out_dtype=out_dtype, **named)
     narrow = _compute(*operands, base=base, out_dtype=named["compute_dtype"], **named)
     return lax.convert_element_type(narrow, out_dtype)
@@ -227,7 +227,8 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     """
     dtypes = Dtypes(**named)
     narrowed = _narrowed(operands, dtypes.compute_dtype)
-    if base is DOT_GENERAL and dtypes.compute_dtype == BFLOAT16:
+    is_dot = base is DOT_GENERAL and not any(map(_is_sharded, narrowed))
+    if is_dot and dtypes.compute_dtype == BFLOAT16:
         lhs, rhs = narrowed
         result = _cpu_matmul(lhs, rhs, dict(params)["dimension_numbers"])
     else:
@@ -236,6 +237,12 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     # A narrow accumulator rounds more often than once; here only its last rounding is kept.
     result = lax.convert_element_type(result, dtypes.accum_dtype)
     return lax.convert_element_type(result, dtypes.out_dtype)
+
+
+def _is_sharded(operand: Any) -> bool:
+    """Whether axes of an operand are sharded by its type, which says where a product may go."""
+    sharding = getattr(jax.typeof(operand), "sharding", None)
+    return any(axes is not None for axes in getattr(sharding, "spec", ()))
 
 
 def _cpu_matmul(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
@@ -256,7 +263,7 @@ def _cpu_matmul(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
 
 def _as_matrices(x: Any, batch: Sequence[int], free: Sequence[int], summed: Sequence[int]) -> Any:
     """Returns an operand as [batch, free, contracted]."""
-    sizes = [int(np.prod([x.shape[i] for i in axes], dtype=int)) for axes in (batch, free, summed)]
+    sizes = [math.prod(x.shape[i] for i in axes) for axes in (batch, free, summed)]
     return lax.transpose(x, [*batch, *free, *summed]).reshape(sizes)
 
 

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding
 
 from jaxmp._dtypes import FLOAT32, is_inexact, widened
-from jaxmp._jaxpr import OPAQUE_PRIMITIVES, inner_jaxprs
+from jaxmp._jaxpr import OPAQUE_PRIMITIVES, inner_jaxprs, shard_map_arguments
 
 _DTYPE_PARAMS = frozenset(
     {"new_dtype", "dtype", "preferred_element_type", "compute_dtype", "accum_dtype", "out_dtype"}
@@ -133,15 +133,8 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def _shard_map(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
-    params: Mapping[str, Any] = eqn.params
     (inner,) = inner_jaxprs(eqn)
-    axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
     fun = jax.shard_map(
-        lambda *local: tuple(_run(inner.jaxpr, (), local)),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(axes),
-        check_vma=params["check_vma"],
+        lambda *local: tuple(_run(inner.jaxpr, (), local)), **shard_map_arguments(eqn)
     )
     return list(fun(*args))

@@ -201,6 +201,15 @@ def _is_ours(directory: str | os.PathLike[str], step: int) -> bool:
     return (Path(directory) / str(step) / "manifest").is_dir()
 
 
+def _is_foreign(directory: str | os.PathLike[str], step: int) -> bool:
+    """Whether a checkpoint has parts that jaxmp does not write.
+
+    One that lacks the manifest alone was being deleted, to keep only the newest, at a kill.
+    """
+    names = {path.name for path in (Path(directory) / str(step)).iterdir()}
+    return not names <= {"manifest", "arrays", "_CHECKPOINT_METADATA", "commit_success.txt"}
+
+
 def _step_number(state: Any, step: int | None) -> int:
     if step is None and not hasattr(state, "step"):
         raise ValueError(
@@ -216,7 +225,7 @@ def _step_number(state: Any, step: int | None) -> int:
 
 
 def _check_directory(directory: str | os.PathLike[str], step: int, steps: Sequence[int]) -> None:
-    foreign = [str(other) for other in sorted(steps) if not _is_ours(directory, other)]
+    foreign = [str(other) for other in sorted(steps) if _is_foreign(directory, other)]
     if foreign:
         raise ValueError(
             f"{directory} holds {', '.join(foreign)}, which jaxmp did not write. Save in a "

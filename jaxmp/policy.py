@@ -11,12 +11,23 @@ import jmp
 import numpy as np
 
 from jaxmp import _devices, _tree
-from jaxmp._dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, dtype_name, parse_dtype
+from jaxmp._dtypes import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FLOAT64,
+    dtype_name,
+    is_real_float,
+    parse_dtype,
+)
 from jaxmp._errors import did_you_mean
 
 T = TypeVar("T")
 
 Rules = tuple[tuple[str, "Policy"], ...]
+
+# What autocast can do with a primitive, see docs/autocast.md.
+PRIMITIVE_CLASSES = ("low", "full", "follow", "opaque")
 
 _RECIPE_GRAMMAR = re.compile(r"[A-Za-z]\w*")
 
@@ -40,10 +51,17 @@ class Policy(jmp.Policy):
             and modules whose path it is found in (`re.search`, paths like "blocks/0/attn/query");
             of several that match, the last wins.
         recipe: the name of an fp8 scaling recipe, or None.
+        activation_dtype: what `autocast` keeps results of matrix multiplications in, and what is
+            computed of them. None, the default, is the compute dtype. With float32 only the
+            operands of matrix multiplications are narrow, which takes more memory and gives more
+            accurate gradients.
+        primitives: pairs of the name of a JAX primitive and what `autocast` does with it: "low"
+            (computed in the compute dtype), "full" (in float32), "follow" (in the dtype of its
+            operands) or "opaque" (as the program has it).
 
     Raises:
-        ValueError: for an unknown dtype, a regular expression that does not compile, or rules
-            within rules.
+        ValueError: for an unknown dtype or class, a regular expression that does not compile, or
+            rules within rules.
 
     Example:
         >>> policy = Policy(compute_dtype="bfloat16", rules={"head": "float32"})
@@ -63,10 +81,15 @@ class Policy(jmp.Policy):
     reduce_dtype: Any = FLOAT32
     rules: Any = ()
     recipe: str | None = None
+    activation_dtype: Any = None
+    primitives: Any = ()
 
     def __post_init__(self) -> None:
         for key in _DTYPE_KEYS.values():
             object.__setattr__(self, key, parse_dtype(getattr(self, key)))
+        activation_dtype = _parse_activation_dtype(self.activation_dtype, self.compute_dtype)
+        object.__setattr__(self, "activation_dtype", activation_dtype)
+        object.__setattr__(self, "primitives", _parse_primitives(self.primitives))
         object.__setattr__(self, "rules", _parse_rules(self.rules))
         _check_recipe(self.recipe)
 
@@ -117,6 +140,15 @@ class Policy(jmp.Policy):
         """Returns every dtype that anything is computed in, the rules included."""
         return frozenset({self.compute_dtype, *(rule.compute_dtype for _, rule in self.rules)})
 
+    def primitive_class(self, name: str) -> str | None:
+        """Returns the class that this policy gives to a primitive of JAX, or None.
+
+        Example:
+            >>> Policy(primitives={"exp": "follow"}).primitive_class("exp")
+            'follow'
+        """
+        return next((kind for key, kind in self.primitives if key == name), None)
+
     def for_path(self, path: str) -> "Policy":
         """Returns the policy of one path: that of the last rule found in it, else this one.
 
@@ -150,6 +182,10 @@ class Policy(jmp.Policy):
                 parts.append(f"{key}={dtype_name(dtype)}")
         if self.recipe is not None:
             parts.append(f"recipe={self.recipe}")
+        if self.activation_dtype is not None:
+            parts.append(f"activation={dtype_name(self.activation_dtype)}")
+        if self.primitives:
+            parts.append(f"primitives={json.dumps(dict(self.primitives))}")
         if self.rules:
             rules = [[pattern, short_name(policy)] for pattern, policy in self.rules]
             parts.append(f"rules={json.dumps(rules, ensure_ascii=False)}")
@@ -168,6 +204,7 @@ _DTYPE_KEYS = {
 }
 _KEY_ALIASES = {"p": "params", "c": "compute", "o": "output"} | {key: key for key in _DTYPE_KEYS}
 _RULES_KEY = re.compile(r"(?:^|,)\s*rules\s*=")
+_PRIMITIVES_KEY = re.compile(r"(?:^|,)\s*primitives\s*=\s*(\{[^{}]*\})")
 
 
 def _parse_rules(rules: Any) -> Rules:
@@ -204,6 +241,39 @@ def _as_policy(value: Any) -> Policy:
     if isinstance(value, jmp.Policy):
         return Policy(value.param_dtype, value.compute_dtype, value.output_dtype)
     return get_policy(value)
+
+
+def _parse_activation_dtype(value: Any, compute_dtype: np.dtype) -> np.dtype | None:
+    dtype = None if value is None else parse_dtype(value)
+    if dtype in (None, compute_dtype):
+        return None
+    if dtype != FLOAT32 or not is_real_float(compute_dtype):
+        raise ValueError(
+            f"activation_dtype is {dtype_name(dtype)}, but must be float32 or the compute dtype, "
+            f"{dtype_name(compute_dtype)}. Leave it out for the latter."
+        )
+    return dtype
+
+
+def _parse_primitives(value: Any) -> tuple[tuple[str, str], ...]:
+    items = value.items() if isinstance(value, Mapping) else value or ()
+    classes = dict(map(_parse_primitive, items))
+    return tuple(sorted(classes.items()))
+
+
+def _parse_primitive(item: Any) -> tuple[str, str]:
+    if not (isinstance(item, tuple | list) and len(item) == 2 and isinstance(item[0], str)):
+        raise ValueError(
+            f"Bad class of a primitive {item!r}: give pairs of the name of a primitive and its "
+            "class, for example {'exp': 'follow'}."
+        )
+    name, kind = item
+    if kind not in PRIMITIVE_CLASSES:
+        raise ValueError(
+            f"Unknown class {kind!r} of primitive {name!r}. Use one of "
+            f"{', '.join(PRIMITIVE_CLASSES)}.{did_you_mean(str(kind), PRIMITIVE_CLASSES)}"
+        )
+    return name, kind
 
 
 def _check_recipe(recipe: Any) -> None:
@@ -246,8 +316,8 @@ def get_policy(policy: str | jmp.Policy) -> Policy:
             - jmp's grammar: `"params=float32,compute=bfloat16,output=float32"`, `p=`, `c=` and
               `o=` for short; `params` is float32 if left out, `compute` follows `params` and
               `output` follows `compute`. A lone dtype (`"half"`, `"f32"`) stands for all three;
-            - what `str(policy)` gives, with `accum=`, `reduce=`, `recipe=` and `rules=` (JSON, at
-              the end);
+            - what `str(policy)` gives, with `accum=`, `reduce=`, `recipe=`, `activation=`,
+              `primitives=` (JSON) and `rules=` (JSON, at the end);
             - a policy, which is returned as it is (a `jmp.Policy` as a `jaxmp.Policy`).
 
     Raises:
@@ -289,15 +359,17 @@ def _parse_lone_dtype(text: str) -> Policy:
 
 def _parse_fields(text: str) -> Policy:
     fields, rules = _split_rules(text)
+    fields, primitives = _split_primitives(fields, text)
     values: dict[str, str] = {}
     for part in fields.split(",") if fields else []:
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        name = "recipe" if key == "recipe" else _KEY_ALIASES.get(key)
+        name = key if key in ("recipe", "activation") else _KEY_ALIASES.get(key)
         if not equals or name is None:
-            known = ("params", "compute", "output", "accum", "reduce", "recipe", "rules")
+            more = ("accum", "reduce", "recipe", "activation", "primitives", "rules")
+            known = ("params", "compute", "output", *more)
             raise ValueError(
                 f"Unknown key {key!r} in policy {text!r}. Use 'params', 'compute' or 'output' "
-                f"(or accum, reduce, recipe, rules), each with '='.{did_you_mean(key, known)}"
+                f"(or {', '.join(more)}), each with '='.{did_you_mean(key, known)}"
             )
         if name in values:
             raise ValueError(f"Key {name!r} stands twice in policy {text!r}. Give it once.")
@@ -314,7 +386,24 @@ def _parse_fields(text: str) -> Policy:
         reduce_dtype=dtypes.get("reduce", FLOAT32),
         rules=rules,
         recipe=recipe,
+        activation_dtype=dtypes.get("activation"),
+        primitives=primitives,
     )
+
+
+def _split_primitives(fields: str, text: str) -> tuple[str, dict[str, Any]]:
+    found = _PRIMITIVES_KEY.search(fields)
+    if not found:
+        return fields, {}
+    try:
+        primitives = json.loads(found[1])
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"The primitives of policy {text!r} are no JSON object ({error}). Write them as "
+            'primitives={"exp":"follow"}.'
+        ) from None
+    rest = (fields[: found.start()], fields[found.end() :].lstrip(" ,"))
+    return ",".join(part for part in rest if part), primitives
 
 
 def _split_rules(text: str) -> tuple[str, list[Any]]:

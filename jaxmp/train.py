@@ -14,7 +14,6 @@ import optax
 from jax import lax
 
 from jaxmp import _microbatch, _tree
-from jaxmp._boundary import apply_policy, check_runnable
 from jaxmp._dtypes import (
     FLOAT16,
     dtype_of,
@@ -22,6 +21,7 @@ from jaxmp._dtypes import (
     widened,
 )
 from jaxmp._loss import LossOutput, call_loss
+from jaxmp.autocast import autocast, check_runnable
 from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
 from jaxmp.optim import apply_updates, get_mixed_precision_state
 from jaxmp.policy import Policy, get_policy
@@ -42,15 +42,13 @@ def value_and_grad(
     gradients, while the loss stays finite if it is.
 
     Args:
-        fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. It runs in the policy's
-            compute dtype, to which the float arguments are cast; integers, PRNG keys and opaque
-            arguments reach it untouched. A layer that names a dtype of its own keeps it (Flax's
-            `nnx.Embed` casts its output to f32), and what follows is promoted.
+        fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. It is computed as `autocast`
+            does: written for f32, and seeing f32, while its matrix multiplications and
+            convolutions run in the policy's compute dtype.
         policy: a policy or the name of one.
         argnums: the argument or arguments to differentiate, as in `jax.value_and_grad`. Their
             float and complex leaves get gradients, other leaves a float0 zero.
-        has_aux: whether `fun` returns a pair; half precision leaves of `aux` are widened to the
-            policy's output dtype.
+        has_aux: whether `fun` returns a pair; `aux` has the dtypes that `fun` gives it.
         loss_scale: a loss scale, usually `get_loss_scale(opt_state)`; none if left out.
 
     Returns:
@@ -81,7 +79,7 @@ def value_and_grad(
             stacklevel=2,
         )
     loss_scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
-    low_fun = apply_policy(fun, policy)
+    low_fun = autocast(fun, policy)
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Checkpoints through orbax: bits, dtypes, structure, kills (cases B47 and B49)."""
 
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -366,6 +367,18 @@ for step in range(first, first + 1000):
     checkpoint.save(directory, state, step=step, keep=3)
     print(step, flush=True)
 """
+
+
+def test_a_kill_in_the_middle_of_deleting_an_old_step_is_no_obstacle(tmp_path):
+    state = {"w": jnp.ones(3)}
+    for step in (1, 2):
+        checkpoint.save(tmp_path, state, step=step)
+    shutil.rmtree(tmp_path / "1" / "manifest")
+    checkpoint.save(tmp_path, state, step=3)
+    assert checkpoint.latest_step(tmp_path) == 3
+    (tmp_path / "1" / "params").mkdir()
+    with pytest.raises(ValueError, match="holds 1, which jaxmp did not write"):
+        checkpoint.save(tmp_path, state, step=4)
 
 
 @pytest.mark.slow

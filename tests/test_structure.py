@@ -31,7 +31,7 @@ LAYERS = {
     "_widen": 1,
     "_product": 2,
     "matmul": 2,
-    "_boundary": 3,
+    "autocast": 3,
     "optim": 3,
     "_loss": 4,
     "_microbatch": 4,

@@ -566,7 +566,7 @@ def test_leaves_of_another_length_are_not_split_silently():
     ("output", "words"),
     [
         (
-            lambda p, b: LossOutput(linear_loss(p, b), weight=jnp.sum(b["x"])),
+            lambda p, b: LossOutput(linear_loss(p, b), weight=jnp.sum(b["x"]).astype(jnp.float16)),
             r"weight is float16, in",
         ),
         (lambda p, b: LossOutput(linear_loss(p, b), weight="a"), "weight is str, but"),

@@ -1,0 +1,120 @@
+"""Any JAX function in mixed precision, unchanged: its jaxpr is rewritten under a policy."""
+
+import difflib
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp import _tree
+from jaxmp._dtypes import HALF_DTYPES
+from jaxmp._jaxpr import open_jaxpr
+from jaxmp.autocast._interpret import Interpreter, given
+from jaxmp.autocast._lookahead import OUTPUT, WIDE
+from jaxmp.autocast._region import Region, autocast_scope, full_precision
+from jaxmp.autocast._rules import check_primitives
+from jaxmp.autocast._values import GIVEN, Value, float_dtype, written_state
+from jaxmp.policy import Policy, get_policy
+
+__all__ = ["autocast", "full_precision"]
+
+
+def autocast(
+    fun: Callable[..., Any], policy: Policy | str = "mixed_bfloat16"
+) -> Callable[..., Any]:
+    """Returns a function that computes what `fun` does in mixed precision."""
+    policy = get_policy(policy)
+    check_runnable(policy)
+    if not policy.compute_dtypes() & HALF_DTYPES:
+        return _as_it_is(fun)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        arrays = [leaves[i] for i in places]
+        kept: list[Any] = []
+
+        def flat(*arrays: Any) -> list[Any]:
+            merged = list(leaves)
+            for place, array in zip(places, arrays, strict=True):
+                merged[place] = array
+            args, kwargs = treedef.unflatten(merged)
+            results, out_tree = jax.tree.flatten(fun(*args, **kwargs))
+            kept[:] = [out_tree, [None if _is_array(r) else r for r in results]]
+            return [result for result in results if _is_array(result)]
+
+        traced = jax.make_jaxpr(flat)(*arrays)
+        trees = (*args, *kwargs.values())
+        leaf_names = [name for tree in trees for name in _tree.leaf_names(tree)]
+        results = iter(_run(traced, arrays, [leaf_names[i] for i in places], policy))
+        out_tree, others = kept
+        return out_tree.unflatten([next(results) if other is None else other for other in others])
+
+    return wrapped
+
+
+def _as_it_is(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fun`, marked for an autocast around it, which is not to change it."""
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with autocast_scope():
+            return fun(*args, **kwargs)
+
+    return wrapped
+
+
+def check_runnable(policy: Policy) -> None:
+    """Raises ValueError if a policy asks for what is not there yet."""
+    recipes = [p.recipe for p in (policy, *(rule for _, rule in policy.rules)) if p.recipe]
+    if recipes:
+        raise ValueError(
+            f"Policy {str(policy)!r} asks for the fp8 recipe {recipes[0]!r}, which this "
+            "version cannot run. Use 'mixed_bfloat16'."
+        )
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is traced; Python numbers and all else stay what they are."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind in "biufcV" and leaf.dtype != jax.dtypes.float0
+    return isinstance(leaf, jax.Array)
+
+
+def _run(traced: Any, arrays: Sequence[Any], names: Sequence[str], policy: Policy) -> list[Any]:
+    """Computes a trace in mixed precision, with results in the dtypes that it has."""
+    interpreter, region = Interpreter(), Region(policy)
+    jaxpr = open_jaxpr(traced)
+    uses = interpreter.lookahead.uses(jaxpr, [OUTPUT | WIDE] * len(jaxpr.outvars), region)
+    args = [_argument(array, name, policy) for array, name in zip(arrays, names, strict=True)]
+    with autocast_scope():
+        results = interpreter.run(jaxpr, traced.consts, args, uses, region)
+        outputs = [
+            result.held_as(written_state(float_dtype(atom.aval))).array
+            for result, atom in zip(results, jaxpr.outvars, strict=True)
+        ]
+    check_primitives(policy, interpreter.primitives)
+    _warn_of_unused_rules(policy, {*names, *interpreter.paths})
+    return outputs
+
+
+def _argument(array: Any, name: str, policy: Policy) -> Value:
+    value = given(array)
+    if value.state != GIVEN or not policy.rules:
+        return value
+    own = policy.for_path(name)
+    is_ruled = own != policy.for_path("")
+    return Value(array, GIVEN._replace(policy=own)) if is_ruled else value
+
+
+def _warn_of_unused_rules(policy: Policy, paths: set[str]) -> None:
+    for pattern in policy.unused_rules(paths):
+        near = difflib.get_close_matches(pattern, sorted(paths), n=3, cutoff=0.3)
+        nearest = f" Nearest: {', '.join(near)}." if near else ""
+        warnings.warn(
+            f"Policy rule {pattern!r} matched none of {len(paths)} paths.{nearest}", stacklevel=5
+        )

@@ -1,0 +1,245 @@
+"""Where values lead to: what decides which of them stay in f32."""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from jaxmp._dtypes import HALF_DTYPES
+from jaxmp._jaxpr import Inner, aval_of, dtype_of_var, inner_jaxprs, is_cast_back
+from jaxmp.autocast import _rules
+from jaxmp.autocast._region import Region, backward_depth, inside
+from jaxmp.autocast._values import float_dtype
+
+# A value leads, by operations that follow their inputs, to
+PRODUCT = 1  # a product, or a cast to half that the user wrote
+DELICATE = 2  # an operation in full precision
+OUTPUT = 4  # a result of the function, or out of a backward pass
+ANGLE = 8  # a sine or cosine
+# and it is used otherwise than as an operand of a product.
+WIDE = 16
+
+_SUMS = frozenset({"add", "add_any", "sub"})
+
+
+def is_island(uses: int) -> bool:
+    """Whether elementwise operations with this result run in f32."""
+    return not uses & PRODUCT
+
+
+def is_only_multiplied(uses: int) -> bool:
+    """Whether a value is an operand of products and nothing else."""
+    return bool(uses & PRODUCT) and not uses & WIDE
+
+
+def is_float(atom: Any) -> bool:
+    """Whether a variable is of f16, bf16 or f32."""
+    return float_dtype(aval_of(atom)) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """Of the values of a jaxpr.
+
+    Attributes:
+        inputs: of each input.
+        of_var: of each variable that is used.
+    """
+
+    inputs: tuple[int, ...]
+    of_var: dict[Var, int]
+
+    def of_atom(self, atom: Any) -> int:
+        """Returns the uses of a variable."""
+        return 0 if isinstance(atom, Literal) else self.of_var.get(atom, 0)
+
+    def of(self, eqn: JaxprEqn) -> int:
+        """Returns all uses of the float results of an equation."""
+        uses = 0
+        for var in eqn.outvars:
+            if is_float(var):
+                uses |= self.of_var.get(var, 0)
+        return uses
+
+
+class Lookahead:
+    """Finds the uses of values, once for each jaxpr and what its outputs are used for."""
+
+    def __init__(self) -> None:
+        # The jaxprs are kept, so that no id is used again.
+        self._found: dict[Any, tuple[Jaxpr, Uses]] = {}
+
+    def uses(
+        self, jaxpr: Jaxpr, outputs: Sequence[int], region: Region, *, tangents: int = 0
+    ) -> Uses:
+        """Returns the uses of the values of a jaxpr.
+
+        Args:
+            jaxpr: the program.
+            outputs: the uses of its outputs.
+            region: where it stands.
+            tangents: how many of its last inputs are tangents. What is computed of them is used
+                where the program is differentiated, as the backward pass is.
+        """
+        key = (id(jaxpr), tuple(outputs), region, tangents)
+        if key not in self._found:
+            self._found[key] = (jaxpr, self._walk(jaxpr, outputs, region, tangents))
+        return self._found[key][1]
+
+    def _walk(self, jaxpr: Jaxpr, outputs: Sequence[int], region: Region, tangents: int) -> Uses:
+        of_var: dict[Var, int] = {}
+        later: dict[Var, int] = {}  # used where the program is differentiated
+        linear = _tangents(jaxpr, tangents)
+        depth_of = {v: backward_depth(eqn) for eqn in jaxpr.eqns for v in eqn.outvars}
+
+        def use(atom: Any, uses: int, depth: int, *, is_linear: bool) -> None:
+            if isinstance(atom, Literal) or not is_float(atom):
+                return
+            made = depth_of.get(atom, 0)
+            if made > depth:
+                uses = OUTPUT | WIDE  # a gradient leaves the backward pass
+            is_later = made < depth or (is_linear and atom not in linear)
+            found = later if is_later else of_var
+            found[atom] = found.get(atom, 0) | uses
+
+        for atom, uses in zip(jaxpr.outvars, outputs, strict=True):
+            use(atom, uses, 0, is_linear=False)
+        for eqn in reversed(jaxpr.eqns):
+            # What is only used later is for that; else the backward pass takes it as it is.
+            for var in eqn.outvars:
+                of_var[var] = of_var.get(var, 0) or later.get(var, 0) & ~WIDE
+            results = [of_var[var] for var in eqn.outvars]
+            depth, is_linear = backward_depth(eqn), not linear.isdisjoint(eqn.outvars)
+            for atom, uses in zip(eqn.invars, self._of_inputs(eqn, results, region), strict=True):
+                use(atom, uses, depth, is_linear=is_linear)
+        inputs = tuple(of_var.get(var, 0) or later.get(var, 0) & ~WIDE for var in jaxpr.invars)
+        return Uses(inputs, of_var)
+
+    def _of_inputs(self, eqn: JaxprEqn, results: list[int], region: Region) -> Sequence[int]:
+        region = inside(eqn, region)
+        inners = inner_jaxprs(eqn)
+        count = len(eqn.invars)
+        if region.is_written or eqn.primitive.name == "custom_linear_solve":
+            return [DELICATE | WIDE] * count
+        if inners:
+            return self._of_call(eqn, inners, results, region)
+        return _of_operation(eqn, results, region)
+
+    def _of_call(
+        self, eqn: JaxprEqn, inners: Sequence[Inner], results: list[int], region: Region
+    ) -> Sequence[int]:
+        inputs = [0] * len(eqn.invars)
+        for inner, outputs in zip(inners, self.inner_outputs(eqn, results, region), strict=True):
+            found = self.uses(inner.jaxpr, outputs, region)
+            for place, uses in zip(inner.inputs, found.inputs, strict=True):
+                inputs[place] |= uses
+        return inputs
+
+    def inner_outputs(
+        self, eqn: JaxprEqn, results: Sequence[int], region: Region
+    ) -> list[tuple[int, ...]]:
+        """Returns the uses of the outputs of each jaxpr inside an equation.
+
+        What a loop carries is used by the next turn too.
+
+        Args:
+            eqn: the call, loop or branch.
+            results: the uses of its results.
+            region: that of what is inside.
+        """
+        inners = inner_jaxprs(eqn)
+        outputs = [[0 if place is None else results[place] for place in i.outputs] for i in inners]
+        changed = any(inner.carries for inner in inners)
+        sums = [accumulators(inner) for inner in inners]
+        while changed:
+            changed = False
+            carried = [
+                self.uses(inner.jaxpr, tuple(uses), region).inputs
+                for inner, uses in zip(inners, outputs, strict=True)
+            ]
+            for inner, uses, own in zip(inners, outputs, sums, strict=True):
+                for out, into in inner.carries:
+                    place = inner.inputs[into]
+                    wanted = uses[out]
+                    for other, found in zip(inners, carried, strict=True):
+                        if place in other.inputs:
+                            wanted |= found[other.inputs.index(place)]
+                    wanted = OUTPUT | WIDE if out in own else wanted
+                    changed |= wanted != uses[out]
+                    uses[out] = wanted
+        return [tuple(uses) for uses in outputs]
+
+
+def _tangents(jaxpr: Jaxpr, count: int) -> set[Var]:
+    """Returns the variables that are computed of the last inputs of a jaxpr."""
+    linear = set(jaxpr.invars[len(jaxpr.invars) - count :])
+    if not linear:
+        return linear
+    for eqn in jaxpr.eqns:
+        if any(not isinstance(atom, Literal) and atom in linear for atom in eqn.invars):
+            linear.update(eqn.outvars)
+    return linear
+
+
+def _of_operation(eqn: JaxprEqn, results: Sequence[int], region: Region) -> Sequence[int]:
+    count = len(eqn.invars)
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return [_of_cast(eqn, results[0])]
+    kind = _rules.class_of(eqn, region.own_policy)
+    if name in _rules.PERIODIC:
+        return [DELICATE | ANGLE | WIDE] * count
+    if region.is_full or kind in (_rules.FULL, _rules.OPAQUE):
+        return [DELICATE | WIDE] * count
+    if kind == _rules.LOW:
+        return [PRODUCT] * count
+    if name in _rules.PAIRWISE:
+        return results
+    together = _union(uses for var, uses in zip(eqn.outvars, results, strict=True) if is_float(var))
+    return [together if name in _rules.MOVES else together | WIDE] * count
+
+
+def _of_cast(eqn: JaxprEqn, result: int) -> int:
+    """A cast to half that the user wrote says that half is enough; one to f32 that it is not."""
+    source, target = dtype_of_var(eqn.invars[0]), eqn.params["new_dtype"]
+    if source == target or not is_float(eqn.outvars[0]) or is_cast_back(eqn):
+        return result
+    return PRODUCT if target in HALF_DTYPES else DELICATE | WIDE
+
+
+def _union(uses: Iterable[int]) -> int:
+    together = 0
+    for use in uses:
+        together |= use
+    return together
+
+
+def accumulators(inner: Inner) -> set[int]:
+    """Returns the outputs that a loop only adds to: sums over its turns."""
+    if not inner.carries:
+        return set()
+    used: dict[Var, int] = {}
+    made: dict[Var, JaxprEqn] = {}
+    for eqn in inner.jaxpr.eqns:
+        made.update(dict.fromkeys(eqn.outvars, eqn))
+        for atom in eqn.invars:
+            if not isinstance(atom, Literal):
+                used[atom] = used.get(atom, 0) + 1
+    for atom in inner.jaxpr.outvars:
+        if not isinstance(atom, Literal):
+            used[atom] = used.get(atom, 0) + 1
+    return {
+        out
+        for out, into in inner.carries
+        if _is_sum_of(inner.jaxpr.outvars[out], inner.jaxpr.invars[into], made, used)
+    }
+
+
+def _is_sum_of(result: Any, carry: Var, made: dict[Var, JaxprEqn], used: dict[Var, int]) -> bool:
+    if isinstance(result, Literal) or not is_float(result) or used.get(carry) != 1:
+        return False
+    eqn = made.get(result)
+    if eqn is None or eqn.primitive.name not in _SUMS or used[result] != 1:
+        return False
+    return any(atom is carry for atom in eqn.invars)
