@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
 
 # Kernels and foreign code: what is inside is not JAX's to look at.
 OPAQUE_PRIMITIVES = frozenset(
@@ -100,19 +100,12 @@ def evaluate(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Computes an equation with other values, at the source line and in the scopes it has."""
     # A constant among the inputs is given as an argument too: its dtype may be another one.
     inputs = _empty_jaxpr(len(args), len(args)).invars
-    renamed = eqn.replace(invars=list(inputs))
+    renamed = _as_call(eqn).replace(invars=list(inputs))
     empty = _empty_jaxpr(len(args), len(eqn.outvars))
     jaxpr = empty.replace(
         invars=list(inputs), outvars=list(eqn.outvars), eqns=[renamed], effects=eqn.effects
     )
     return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*args))
-
-
-def evaluate_at(eqn: JaxprEqn, closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Computes another jaxpr at the source line and in the scopes of an equation."""
-    eqns = [each.replace(source_info=eqn.source_info) for each in open_jaxpr(closed).eqns]
-    jaxpr = open_jaxpr(closed).replace(eqns=eqns)
-    return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*args))
 
 
 def shard_map_arguments(eqn: JaxprEqn) -> dict[str, Any]:
@@ -126,6 +119,39 @@ def shard_map_arguments(eqn: JaxprEqn) -> dict[str, Any]:
         "axis_names": set(axes),
         "check_vma": params["check_vma"],
     }
+
+
+def _as_call(eqn: JaxprEqn) -> JaxprEqn:
+    """Returns a plain operation as a call that is inlined, the same for the same operation.
+
+    JAX differentiates and transposes a call once, and an operation each time; so does jax.numpy.
+    """
+    if inner_jaxprs(eqn) or eqn.effects:
+        return eqn
+    try:
+        call = _call_of(eqn.primitive, tuple(sorted(eqn.params.items())))
+    except TypeError:  # parameters that have no hash
+        return eqn
+    return eqn.replace(primitive=call, params={})
+
+
+class _InlinedCall(Primitive):
+    """Stands in an equation for a jitted operation, which leaves no call in a jaxpr."""
+
+    def __init__(self, primitive: Primitive, params: Sequence[tuple[str, Any]]) -> None:
+        super().__init__(primitive.name)
+        self.multiple_results = primitive.multiple_results
+
+        def operation(*args: Any) -> Any:
+            return primitive.bind(*args, **dict(params))
+
+        self._operation = jax.jit(operation, inline=True)
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        return self._operation(*args, **params)
+
+
+_call_of = functools.lru_cache(maxsize=8192)(_InlinedCall)
 
 
 def with_jaxprs(eqn: JaxprEqn, jaxprs: Sequence[ClosedJaxpr]) -> JaxprEqn:

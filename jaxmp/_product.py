@@ -149,7 +149,16 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
         return gradients
     others = [operand for i, operand in enumerate(operands) if i != side]
     base, plain, dtypes = params.pop("base"), params.pop("params"), Dtypes(**params)
-    spec = _float32_spec(_Linear(aval))
+    specs = tuple(map(_float32_spec, (cotangent, *others)))
+    jaxpr = _traced_gradient(base, plain, side, _float32_spec(_Linear(aval)), specs)
+    own = dtypes._replace(out_dtype=aval.dtype)
+    gradients[side] = _replay(jaxpr, (cotangent, *others), own)
+    return gradients
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced_gradient(base: Primitive, plain: Any, side: int, spec: Any, specs: Any) -> ClosedJaxpr:
+    """Traces the gradient of one operand from the cotangent and the other operands."""
 
     def gradient(cotangent: Any, *others: Any) -> Any:
         def fun(value: Any) -> Any:
@@ -158,10 +167,7 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
         (result,) = jax.linear_transpose(fun, spec)(cotangent)
         return result
 
-    jaxpr = jax.make_jaxpr(gradient)(*map(_float32_spec, (cotangent, *others)))
-    own = dtypes._replace(out_dtype=aval.dtype)
-    gradients[side] = _replay(jaxpr, (cotangent, *others), own)
-    return gradients
+    return jax.make_jaxpr(gradient)(*specs)
 
 
 ad.primitive_transposes[product_p] = _transpose
@@ -210,12 +216,82 @@ def _compute(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
     return lax.convert_element_type(result, dtypes.out_dtype)
 
 
-def _compute_on_cuda(*operands: Any, base: Primitive, out_dtype: np.dtype, **named: Any) -> Any:
+def _compute_on_cuda(
+    *operands: Any, base: Primitive, params: Any, out_dtype: np.dtype, **named: Any
+) -> Any:
     """As `_compute`, save that cuDNN runs a half convolution in float32 for a float32 result."""
-    if base is not CONVOLUTION or named["compute_dtype"] not in HALF_DTYPES:
-        return _compute(*operands, base=base, out_dtype=out_dtype, **named)
-    narrow = _compute(*operands, base=base, out_dtype=named["compute_dtype"], **named)
-    return lax.convert_element_type(narrow, out_dtype)
+    dtype = named["compute_dtype"]
+    compute = functools.partial(_compute, base=base, params=params, **named)
+    if base is not CONVOLUTION or dtype not in HALF_DTYPES or out_dtype in HALF_DTYPES:
+        return compute(*operands, out_dtype=out_dtype)
+    matmul = _as_matmul(dict(params), *operands)
+    if matmul is None:
+        return lax.convert_element_type(compute(*operands, out_dtype=dtype), out_dtype)
+    dot = functools.partial(lax.dot_general, preferred_element_type=named["accum_dtype"])
+    return lax.convert_element_type(matmul.compute(dot, *_narrowed(operands, dtype)), out_dtype)
+
+
+class _Matmul(NamedTuple):
+    """A convolution as a matmul: what is contracted, and how the result is laid out.
+
+    Attributes:
+        squeezed: axes of size one that the kernel loses before.
+        dims: the dimension numbers of the matmul.
+        added: how many axes of size one follow those of its result.
+        order: the axes of that in the order of the convolution's result.
+    """
+
+    squeezed: tuple[int, ...]
+    dims: Any
+    added: int
+    order: tuple[int, ...]
+
+    def compute(self, matmul: Callable[..., Any], lhs: Any, rhs: Any) -> Any:
+        """Returns what the convolution does, by a matmul of given dimension numbers."""
+        result = matmul(lhs, lax.squeeze(rhs, self.squeezed), self.dims)
+        added = range(result.ndim, result.ndim + self.added)
+        return lax.transpose(lax.expand_dims(result, tuple(added)), self.order)
+
+
+def _as_matmul(params: dict[str, Any], lhs: Any, rhs: Any) -> _Matmul | None:
+    """Returns the matmul that a convolution is, if it is one.
+
+    Such is a kernel of one position, and one of the input's size: the weight gradient of the first.
+    """
+    numbers = params["dimension_numbers"]
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    dilations = (*params["lhs_dilation"], *params["rhs_dilation"])
+    if groups != 1 or np.any(np.asarray(params["padding"])) or set(dilations) - {1}:
+        return None
+    sizes, window = (
+        [x.shape[i] for i in spec[2:]]
+        for x, spec in ((lhs, numbers.lhs_spec), (rhs, numbers.rhs_spec))
+    )
+    if all(size == 1 for size in (*window, *params["window_strides"])):
+        return _pointwise(numbers, lhs.ndim)
+    return _whole(numbers, lhs.ndim) if sizes == window else None
+
+
+def _pointwise(numbers: Any, ndim: int) -> _Matmul:
+    features, (outputs, inputs) = numbers.lhs_spec[1], numbers.rhs_spec[:2]
+    dims = (((features,), (0 if inputs < outputs else 1,)), ((), ()))
+    # The matmul has the input's axes without the features, and the kernel's outputs last.
+    kept = [axis for axis in range(ndim) if axis != features]
+    place = {axis: i for i, axis in enumerate(kept)}
+    order = [0] * ndim
+    order[numbers.out_spec[1]] = ndim - 1
+    order[numbers.out_spec[0]] = place[numbers.lhs_spec[0]]
+    for out_axis, in_axis in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):
+        order[out_axis] = place[in_axis]
+    return _Matmul(tuple(numbers.rhs_spec[2:]), dims, 0, tuple(order))
+
+
+def _whole(numbers: Any, ndim: int) -> _Matmul:
+    dims = ((numbers.lhs_spec[1:], numbers.rhs_spec[1:]), ((), ()))
+    order = [0] * ndim
+    for place, out_axis in enumerate(numbers.out_spec):
+        order[out_axis] = place
+    return _Matmul((), dims, ndim - 2, tuple(order))
 
 
 def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
@@ -227,10 +303,14 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     """
     dtypes = Dtypes(**named)
     narrowed = _narrowed(operands, dtypes.compute_dtype)
-    is_dot = base is DOT_GENERAL and not any(map(_is_sharded, narrowed))
-    if is_dot and dtypes.compute_dtype == BFLOAT16:
+    is_fast = dtypes.compute_dtype == BFLOAT16 and not any(map(_is_sharded, narrowed))
+    matmul = _as_matmul(dict(params), *narrowed) if base is CONVOLUTION else None
+    if is_fast and base is DOT_GENERAL:
         lhs, rhs = narrowed
         result = _cpu_matmul(lhs, rhs, dict(params)["dimension_numbers"])
+    elif is_fast and matmul is not None:
+        lhs, rhs = narrowed
+        result = matmul.compute(_cpu_matmul, lhs, rhs)
     else:
         asked = dict(params) | {"preferred_element_type": FLOAT32}
         result = base.bind(*_narrowed(narrowed, FLOAT32), **asked)
@@ -267,10 +347,19 @@ def _as_matrices(x: Any, batch: Sequence[int], free: Sequence[int], summed: Sequ
     return lax.transpose(x, [*batch, *free, *summed]).reshape(sizes)
 
 
-mlir.register_lowering(product_p, mlir.lower_fun(_compute, multiple_results=False))
-mlir.register_lowering(
-    product_p, mlir.lower_fun(_compute_on_cuda, multiple_results=False), platform="cuda"
-)
-mlir.register_lowering(
-    product_p, mlir.lower_fun(_compute_on_cpu, multiple_results=False), platform="cpu"
-)
+def _lowering(compute: Callable[..., Any]) -> Any:
+    """Returns the rule that lowers as a function computes, which is traced once for like calls."""
+
+    @functools.lru_cache(maxsize=4096)
+    def traced(params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+        return jax.jit(functools.partial(compute, **dict(params)), inline=True)
+
+    def lowered(*operands: Any, **params: Any) -> Any:
+        return traced(tuple(sorted(params.items())))(*operands)
+
+    return mlir.lower_fun(lowered, multiple_results=False)
+
+
+mlir.register_lowering(product_p, _lowering(_compute))
+mlir.register_lowering(product_p, _lowering(_compute_on_cuda), platform="cuda")
+mlir.register_lowering(product_p, _lowering(_compute_on_cpu), platform="cpu")

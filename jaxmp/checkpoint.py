@@ -207,7 +207,12 @@ def _is_foreign(directory: str | os.PathLike[str], step: int) -> bool:
     One that lacks the manifest alone was being deleted, to keep only the newest, at a kill.
     """
     names = {path.name for path in (Path(directory) / str(step)).iterdir()}
-    return not names <= {"manifest", "arrays", "_CHECKPOINT_METADATA", "commit_success.txt"}
+    return not names or not names <= {
+        "manifest",
+        "arrays",
+        "_CHECKPOINT_METADATA",
+        "commit_success.txt",
+    }
 
 
 def _step_number(state: Any, step: int | None) -> int:

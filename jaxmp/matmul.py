@@ -13,15 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._dataflow import dataflow, unmoved
 from jaxmp._dtypes import FLOAT32, dtype_of, is_real_float, parse_dtype
-from jaxmp._jaxpr import evaluate, evaluate_at, inner_jaxprs, spec_of
+from jaxmp._jaxpr import evaluate, inner_jaxprs
 from jaxmp._product import (
-    CONVOLUTION,
     DOT_GENERAL,
     Dtypes,
     product,
@@ -260,53 +258,11 @@ def conv_general_dilated(
         feature_group_count=feature_group_count,
         batch_group_count=batch_group_count,
     )
-    if not all(is_real_float(dtype_of(array)) for array in (lhs, rhs)):
-        return plain(lhs, rhs)
-    _, params = traced_params(plain, lhs, rhs)
-    policy = get_policy(policy)
-    if policy.compute_dtype == FLOAT32 or not _is_pointwise(params, rhs.shape):
-        return _mixed(plain, (lhs, rhs), policy, output_dtype)
-    return _pointwise(params["dimension_numbers"], _dtypes(policy, output_dtype), lhs, rhs)
-
-
-def _is_pointwise(params: dict[str, Any], kernel: Sequence[int]) -> bool:
-    """Whether a convolution multiplies every position by the same matrix and does nothing else."""
-    spatial = [kernel[i] for i in params["dimension_numbers"].rhs_spec[2:]]
-    ones = (*spatial, *params["window_strides"], *params["lhs_dilation"])
-    groups = params["feature_group_count"] * params["batch_group_count"]
-    padded = np.any(np.asarray(params["padding"]))
-    return groups == 1 and not padded and all(size == 1 for size in ones)
-
-
-def _pointwise(numbers: Any, dtypes: Dtypes, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    features = numbers.lhs_spec[1]
-    kernel_out, kernel_in, *spatial = numbers.rhs_spec
-    matrix = lax.squeeze(rhs, spatial)
-    contracted = 0 if kernel_in < kernel_out else 1
-    dims = (((features,), (contracted,)), ((), ()))
-    base, params = traced_params(
-        functools.partial(lax.dot_general, dimension_numbers=dims), lhs, matrix
-    )
-    result = product(base, params, dtypes, lhs, matrix)
-    # The product has the input's axes without the features, and the kernel's features last.
-    kept = [axis for axis in range(lhs.ndim) if axis != features]
-    place = {axis: i for i, axis in enumerate(kept)}
-    order = [0] * lhs.ndim
-    order[numbers.out_spec[0]] = place[numbers.lhs_spec[0]]
-    order[numbers.out_spec[1]] = lhs.ndim - 1
-    for out_axis, in_axis in zip(numbers.out_spec[2:], numbers.lhs_spec[2:], strict=True):
-        order[out_axis] = place[in_axis]
-    return lax.transpose(result, order)
+    return _mixed(plain, (lhs, rhs), get_policy(policy), output_dtype)
 
 
 def product_of(eqn: JaxprEqn, dtypes: Dtypes, operands: Sequence[Any]) -> Any:
     """Computes the product that an equation is, of its line, with other operands and dtypes."""
-    if eqn.primitive is CONVOLUTION and _is_pointwise(eqn.params, operands[1].shape):
-        numbers = eqn.params["dimension_numbers"]
-        specs = [spec_of(jax.typeof(x), dtype_of(x)) for x in operands]
-        closed = jax.make_jaxpr(functools.partial(_pointwise, numbers, dtypes))(*specs)
-        (result,) = evaluate_at(eqn, closed, operands)
-        return result
     operands = vary_alike(operands)
     params = product_params(eqn.primitive, eqn.params, dtypes)
     (result,) = evaluate(eqn.replace(primitive=product_p, params=params), operands)

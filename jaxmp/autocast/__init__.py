@@ -13,7 +13,7 @@ from jaxmp import _tree
 from jaxmp._dtypes import HALF_DTYPES
 from jaxmp._jaxpr import open_jaxpr
 from jaxmp.autocast._interpret import Interpreter, given
-from jaxmp.autocast._lookahead import OUTPUT, WIDE
+from jaxmp.autocast._lookahead import OUTPUT
 from jaxmp.autocast._region import Region, autocast_scope, full_precision
 from jaxmp.autocast._rules import check_primitives
 from jaxmp.autocast._values import GIVEN, Value, float_dtype, written_state
@@ -89,7 +89,7 @@ def _run(traced: Any, arrays: Sequence[Any], names: Sequence[str], policy: Polic
     """Computes a trace in mixed precision, with results in the dtypes that it has."""
     interpreter, region = Interpreter(), Region(policy)
     jaxpr = open_jaxpr(traced)
-    uses = interpreter.lookahead.uses(jaxpr, [OUTPUT | WIDE] * len(jaxpr.outvars), region)
+    uses = interpreter.lookahead.uses(jaxpr, [OUTPUT] * len(jaxpr.outvars), region)
     args = [_argument(array, name, policy) for array, name in zip(arrays, names, strict=True)]
     with autocast_scope():
         results = interpreter.run(jaxpr, traced.consts, args, uses, region)

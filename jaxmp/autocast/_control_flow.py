@@ -11,9 +11,9 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxmp._jaxpr import Inner, evaluate, inner_jaxprs, shard_map_arguments, with_jaxprs
 from jaxmp.autocast import _custom_rules
 from jaxmp.autocast._call import Call
-from jaxmp.autocast._lookahead import Uses, accumulators
+from jaxmp.autocast._lookahead import DELICATE, Uses, accumulators, is_island
 from jaxmp.autocast._region import Region
-from jaxmp.autocast._values import FULL, State, Value, as_written, join, values_of
+from jaxmp.autocast._values import FULL, Kind, State, Value, as_written, join, values_of
 from jaxmp.matmul import remat_policy
 
 if TYPE_CHECKING:
@@ -27,6 +27,24 @@ def call(
     wanted = [uses.of_var.get(var, 0) for var in eqn.outvars]
     handler = _HANDLERS.get(eqn.primitive.name, _call)
     return handler(Call(interpreter, eqn, args, wanted, region))
+
+
+def _jit(call: Call) -> list[Value]:
+    """What is only used in full precision inside is widened outside, where all share it.
+
+    Its gradient is then added up with the others in f32.
+    """
+    (inner,) = inner_jaxprs(call.eqn)
+    uses = call.interpreter.lookahead.uses(inner.jaxpr, call.wanted, call.region).inputs
+    args = [
+        arg.held_as(FULL) if is_island(use) and use & DELICATE and _is_narrow(arg) else arg
+        for arg, use in zip(call.args, uses, strict=True)
+    ]
+    return _call(dataclasses.replace(call, args=args))
+
+
+def _is_narrow(value: Value) -> bool:
+    return value.state is not None and value.state.kind is Kind.NARROW
 
 
 def _call(call: Call) -> list[Value]:
@@ -121,6 +139,8 @@ def _as_written(call: Call) -> list[Value]:
 
 
 _HANDLERS = {
+    "jit": _jit,
+    "pjit": _jit,
     "scan": _scan,
     "while": _while,
     "cond": _cond,

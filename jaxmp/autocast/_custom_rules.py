@@ -23,7 +23,7 @@ from jaxmp._jaxpr import (
     spec_of,
 )
 from jaxmp.autocast._call import Call
-from jaxmp.autocast._lookahead import OUTPUT, PRODUCT, WIDE, Uses
+from jaxmp.autocast._lookahead import OUTPUT, PRODUCT, Uses
 from jaxmp.autocast._values import Kind, State, Value, arrays_as, values_of
 
 
@@ -188,7 +188,7 @@ class _VjpRules:
         call = self.call
         states = [call.entering[i] for i in self.moving]
         ends = [
-            PRODUCT if state is not None and state.kind is Kind.NARROW else OUTPUT | WIDE
+            PRODUCT if state is not None and state.kind is Kind.NARROW else OUTPUT
             for state in states
         ]
         lookahead = call.interpreter.lookahead

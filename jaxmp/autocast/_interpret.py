@@ -24,13 +24,14 @@ from jaxmp._product import PLAIN_PRODUCTS, Dtypes
 from jaxmp.autocast import _control_flow, _rules
 from jaxmp.autocast._lookahead import (
     ANGLE,
+    GRADIENT,
+    MULTIPLIED,
     OUTPUT,
     PRODUCT,
-    WIDE,
     Lookahead,
     Uses,
     is_island,
-    is_only_multiplied,
+    is_stored_narrow,
 )
 from jaxmp.autocast._region import Region, inside
 from jaxmp.autocast._softmax import find_softmaxes, normalize
@@ -248,7 +249,7 @@ def _narrows(value: Value, region: Region) -> bool:
 
 def _is_weight(exponentials: Value, uses: int, region: Region) -> bool:
     """Whether a softmax leads to products only, so that its result can be narrow."""
-    return uses & ~WIDE == PRODUCT and _narrows(exponentials, region)
+    return uses & ~MULTIPLIED == PRODUCT and _narrows(exponentials, region)
 
 
 def _softmax(
@@ -260,8 +261,13 @@ def _softmax(
 
 
 def _narrowed_at_birth(value: Value, uses: int, region: Region) -> Value:
-    """Narrows what is only to be multiplied, so that no f32 copy is kept for the backward pass."""
-    if not is_only_multiplied(uses) or not _narrows(value, region):
+    """Narrows what is to be multiplied, so that no f32 copy is kept beside the narrow one.
+
+    A gradient that leaves a backward pass is a matter of weights: what is made of it stays f32.
+    """
+    if uses & GRADIENT and value.state is not None and value.state.dtype == FLOAT32:
+        return Value(value.array, PURE)
+    if not is_stored_narrow(uses) or not _narrows(value, region):
         return value
     return value.held_as(narrow(region.own_policy.compute_dtype))
 

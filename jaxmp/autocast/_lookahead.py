@@ -15,10 +15,13 @@ from jaxmp.autocast._values import float_dtype
 # A value leads, by operations that follow their inputs, to
 PRODUCT = 1  # a product, or a cast to half that the user wrote
 DELICATE = 2  # an operation in full precision
-OUTPUT = 4  # a result of the function, or out of a backward pass
+OUTPUT = 4  # a result of the function
 ANGLE = 8  # a sine or cosine
-# and it is used otherwise than as an operand of a product.
-WIDE = 16
+# It is itself
+MULTIPLIED = 16  # an operand of a product
+GRADIENT = 32  # what leaves a backward pass
+
+_PATHS = PRODUCT | DELICATE | OUTPUT | ANGLE
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 
@@ -28,9 +31,9 @@ def is_island(uses: int) -> bool:
     return not uses & PRODUCT
 
 
-def is_only_multiplied(uses: int) -> bool:
-    """Whether a value is an operand of products and nothing else."""
-    return bool(uses & PRODUCT) and not uses & WIDE
+def is_stored_narrow(uses: int) -> bool:
+    """Whether a value computed in f32 is narrowed where it is made, as a product would do."""
+    return bool(uses & MULTIPLIED) and not uses & OUTPUT
 
 
 def is_float(atom: Any) -> bool:
@@ -98,7 +101,7 @@ class Lookahead:
                 return
             made = depth_of.get(atom, 0)
             if made > depth:
-                uses = OUTPUT | WIDE  # a gradient leaves the backward pass
+                uses = OUTPUT | GRADIENT
             is_later = made < depth or (is_linear and atom not in linear)
             found = later if is_later else of_var
             found[atom] = found.get(atom, 0) | uses
@@ -108,12 +111,12 @@ class Lookahead:
         for eqn in reversed(jaxpr.eqns):
             # What is only used later is for that; else the backward pass takes it as it is.
             for var in eqn.outvars:
-                of_var[var] = of_var.get(var, 0) or later.get(var, 0) & ~WIDE
+                of_var[var] = of_var.get(var, 0) or later.get(var, 0)
             results = [of_var[var] for var in eqn.outvars]
             depth, is_linear = backward_depth(eqn), not linear.isdisjoint(eqn.outvars)
             for atom, uses in zip(eqn.invars, self._of_inputs(eqn, results, region), strict=True):
                 use(atom, uses, depth, is_linear=is_linear)
-        inputs = tuple(of_var.get(var, 0) or later.get(var, 0) & ~WIDE for var in jaxpr.invars)
+        inputs = tuple(of_var.get(var, 0) or later.get(var, 0) for var in jaxpr.invars)
         return Uses(inputs, of_var)
 
     def _of_inputs(self, eqn: JaxprEqn, results: list[int], region: Region) -> Sequence[int]:
@@ -121,7 +124,7 @@ class Lookahead:
         inners = inner_jaxprs(eqn)
         count = len(eqn.invars)
         if region.is_written or eqn.primitive.name == "custom_linear_solve":
-            return [DELICATE | WIDE] * count
+            return [DELICATE] * count
         if inners:
             return self._of_call(eqn, inners, results, region)
         return _of_operation(eqn, results, region)
@@ -165,7 +168,7 @@ class Lookahead:
                     for other, found in zip(inners, carried, strict=True):
                         if place in other.inputs:
                             wanted |= found[other.inputs.index(place)]
-                    wanted = OUTPUT | WIDE if out in own else wanted
+                    wanted = OUTPUT if out in own else wanted
                     changed |= wanted != uses[out]
                     uses[out] = wanted
         return [tuple(uses) for uses in outputs]
@@ -189,15 +192,16 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], region: Region) -> Sequ
         return [_of_cast(eqn, results[0])]
     kind = _rules.class_of(eqn, region.own_policy)
     if name in _rules.PERIODIC:
-        return [DELICATE | ANGLE | WIDE] * count
+        return [DELICATE | ANGLE] * count
     if region.is_full or kind in (_rules.FULL, _rules.OPAQUE):
-        return [DELICATE | WIDE] * count
+        return [DELICATE] * count
     if kind == _rules.LOW:
-        return [PRODUCT] * count
+        return [PRODUCT | MULTIPLIED] * count
     if name in _rules.PAIRWISE:
         return results
     together = _union(uses for var, uses in zip(eqn.outvars, results, strict=True) if is_float(var))
-    return [together if name in _rules.MOVES else together | WIDE] * count
+    itself = MULTIPLIED if name in _rules.SELECTS else 0
+    return [together & (_PATHS | itself)] * count
 
 
 def _of_cast(eqn: JaxprEqn, result: int) -> int:
@@ -205,7 +209,7 @@ def _of_cast(eqn: JaxprEqn, result: int) -> int:
     source, target = dtype_of_var(eqn.invars[0]), eqn.params["new_dtype"]
     if source == target or not is_float(eqn.outvars[0]) or is_cast_back(eqn):
         return result
-    return PRODUCT if target in HALF_DTYPES else DELICATE | WIDE
+    return PRODUCT if target in HALF_DTYPES else DELICATE
 
 
 def _union(uses: Iterable[int]) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,8 @@ from jaxmp._jaxpr import (
 )
 from jaxmp.policy import Policy
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-def full_precision(fun: F | None = None) -> Any:
+def full_precision(fun: Callable[..., Any] | None = None) -> Any:
     """Within an autocast function, computes in f32 what is inside, and its gradient too.
 
     A context manager, and a decorator of functions. It marks the operations that are traced inside,

@@ -44,13 +44,20 @@ MOVES = SHAPE_PRIMITIVES | _names(
     """
 )
 
-_FOLLOW = MOVES | _names(
+# They give one of their operands, or its negative: rounded before or after is the same.
+SELECTS = MOVES | _names(
     """
-    add sub mul div rem max min atan2 clamp add_any neg abs sign floor ceil round square sqrt cbrt
+    max min clamp neg abs reduce_max reduce_min cummax cummin sort
+    reduce_window_max reduce_window_min pmax pmin
+    """
+)
+
+_FOLLOW = SELECTS | _names(
+    """
+    add sub mul div rem atan2 add_any sign floor ceil round square sqrt cbrt
     tanh logistic erf erfc eq ne lt le gt ge eq_to lt_to le_to is_finite
     scatter scatter-min scatter_min scatter-max scatter_max
-    reduce_max reduce_min cummax cummin argmax argmin sort top_k approx_top_k
-    reduce_window_max reduce_window_min pmax pmin
+    argmax argmin top_k approx_top_k
     """
 )
 

@@ -1,0 +1,67 @@
+"""CPU seconds to trace and lower a GPT's training step, by the number of its layers."""
+
+import gc
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+
+from benchmarks.autocast import _gpt
+from benchmarks.autocast._recipes import AUTOCAST, BASE
+from jaxmp._table import render
+
+RECIPES = (BASE, AUTOCAST)
+
+
+def run(layers: Sequence[int], rounds: int, recipe: Sequence[str] | None) -> None:
+    """Prints the table; ratios are taken within each round."""
+    rows = []
+    for scan in (False, True):
+        for count in layers:
+            shape = _gpt.Shape(layers=count, scan=scan)
+            rows += _rows(shape, _measure(shape, recipe or RECIPES, rounds))
+    header = ("layers", "form", "recipe", "trace s", "lower s", "both s", "of f32")
+    print(render(f"JAX {jax.__version__}", header, rows, right={0, 3, 4, 5, 6}))
+
+
+def _measure(
+    shape: _gpt.Shape, recipes: Sequence[str], rounds: int
+) -> dict[str, list[tuple[float, float]]]:
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in recipes}
+    for i in range(rounds + 1):
+        for name in recipes:
+            pair = _seconds(shape, name)
+            if i:  # the first round also traces what JAX remembers of its own functions
+                seconds[name].append(pair)
+    return seconds
+
+
+def _seconds(shape: _gpt.Shape, recipe: str) -> tuple[float, float]:
+    # A new function each time, since JAX remembers traces.
+    step, arguments = _gpt.train_step(shape, recipe)
+    specs = jax.eval_shape(arguments)
+    gc.collect()
+    began = time.process_time()
+    traced = jax.jit(step).trace(*specs)
+    middle = time.process_time()
+    traced.lower()
+    return middle - began, time.process_time() - middle
+
+
+def _rows(shape: _gpt.Shape, seconds: dict[str, list[tuple[float, float]]]) -> list[list[str]]:
+    rows = []
+    for name, pairs in seconds.items():
+        columns = (*zip(*pairs, strict=True), [sum(pair) for pair in pairs])
+        medians = [f"{statistics.median(column):.2f}" for column in columns]
+        base = seconds.get(BASE)
+        ratio = _ratio(pairs, base) if base else "–"
+        rows.append(
+            [str(shape.layers), "scan" if shape.scan else "unrolled", name, *medians, ratio]
+        )
+    return rows
+
+
+def _ratio(pairs: list[tuple[float, float]], base: list[tuple[float, float]]) -> str:
+    ratios = [sum(a) / sum(b) for a, b in zip(pairs, base, strict=True)]
+    return f"{statistics.median(ratios):.2f}"
