@@ -39,7 +39,7 @@ def generate(
         def next_byte(carry: Any, key: jax.Array) -> Any:
             # Shapes are fixed: what lies past `filled` does not matter to a causal model.
             window, filled = carry
-            logits = apply(params, window[None])[0, filled - 1].astype(jnp.float32)
+            logits = apply(params, window[None])[0, filled - 1]
             byte = jax.random.categorical(key, logits / temperature).astype(jnp.int32)
             window = jnp.where(filled == length, jnp.roll(window, -1), window)
             filled = jnp.minimum(filled + 1, length)

@@ -79,9 +79,7 @@ class Attention(nnx.Module):
         query, key, value = (qkv[:, :, i] for i in range(3))
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / (width // self.heads) ** 0.5
         causal = jnp.tril(jnp.ones((length, length), bool))
-        # The softmax is computed in float32, whatever the dtype of the scores.
-        masked = jnp.where(causal, scores.astype(jnp.float32), -jnp.inf)
-        weights = jax.nn.softmax(masked).astype(value.dtype)
+        weights = jax.nn.softmax(jnp.where(causal, scores, -jnp.inf))
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value)
         return self.out(mixed.reshape(batch, length, width))
 
@@ -107,7 +105,7 @@ class GPT(nnx.Module):
     """A byte-level GPT with learned positions and a tied head."""
 
     def __init__(self, size: Size, *, rngs: nnx.Rngs) -> None:
-        # Not nnx.Embed, which casts its output to the dtype that it was built with.
+        # A parameter, since the head multiplies by it too.
         self.embedding = nnx.Param(_normal()(rngs.params(), (256, size.width)))
         self.positions = nnx.Param(_normal()(rngs.params(), (size.length, size.width)))
         self.blocks = nnx.List([Block(size, rngs=rngs) for _ in range(size.depth)])
@@ -139,7 +137,7 @@ def make_loss(graphdef: Any) -> Callable[[Any, jax.Array], jax.Array]:
     """Returns the loss: from parameters and i32[B, T + 1] to the mean nats per byte."""
 
     def loss_fn(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, params)(tokens[:, :-1]).astype(jnp.float32)
+        logits = nnx.merge(graphdef, params)(tokens[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     return loss_fn
@@ -291,10 +289,7 @@ def make_validation(task: Task, policy: jaxmp.Policy) -> Callable[[Any], float]:
     """Returns a function from parameters to the validation loss under a policy."""
     batches = task.validation()
 
-    @jax.jit
-    def loss_of(params: Any, tokens: jax.Array) -> jax.Array:
-        return task.loss_fn(policy.cast_to_compute(params), tokens)
-
+    loss_of = jax.jit(jaxmp.autocast(task.loss_fn, policy))
     return lambda params: float(np.mean(jax.device_get([loss_of(params, b) for b in batches])))
 
 
@@ -302,9 +297,10 @@ def continue_prompt(task: Task, job: Job, params: Any) -> str:
     """Returns text sampled under the policy of a job."""
 
     def apply(params: Any, tokens: jax.Array) -> jax.Array:
-        return nnx.merge(task.graphdef, job.policy.cast_to_compute(params))(tokens)
+        return nnx.merge(task.graphdef, params)(tokens)
 
-    return generate(apply, params, PROMPT, length=task.size.length, seed=task.run.settings.seed)
+    model = jaxmp.autocast(apply, job.policy)
+    return generate(model, params, PROMPT, length=task.size.length, seed=task.run.settings.seed)
 
 
 def train_all(args: argparse.Namespace) -> None:

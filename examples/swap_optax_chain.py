@@ -44,7 +44,7 @@ def logits_of(params: Any, images: jax.Array) -> jax.Array:
 def loss_fn(params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Returns the mean cross entropy."""
     images, labels = batch
-    logits = logits_of(params, images).astype(jnp.float32)
+    logits = logits_of(params, images)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 

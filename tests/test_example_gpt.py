@@ -114,12 +114,10 @@ def test_all_products_take_the_compute_dtype(tiny):
     size, graphdef, params = tiny
     policy, loss_fn = jaxmp.get_policy("mixed_bfloat16"), gpt.make_loss(graphdef)
 
-    def loss_of(params, tokens):
-        return loss_fn(policy.cast_to_compute(params), tokens)
-
     tokens = np.zeros((2, size.length + 1), np.int32)
     with jax.numpy_dtype_promotion("standard"):  # Flax's LayerNorm relies on implicit promotion
-        lowered = jax.jit(jax.value_and_grad(loss_of)).lower(params, tokens)
+        grad_fn = jax.value_and_grad(jaxmp.autocast(loss_fn, policy))
+        lowered = jax.jit(grad_fn).lower(params, tokens)
     operands = re.findall(r"dot_general .*: \((.*)\) ->", lowered.as_text())
     assert len(operands) == 3 * (6 * size.depth + 1)  # fprop, dgrad and wgrad
     assert not [types for types in operands if "f32" in types]

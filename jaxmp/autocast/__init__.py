@@ -25,7 +25,32 @@ __all__ = ["autocast", "full_precision"]
 def autocast(
     fun: Callable[..., Any], policy: Policy | str = "mixed_bfloat16"
 ) -> Callable[..., Any]:
-    """Returns a function that computes what `fun` does in mixed precision."""
+    """Returns a function that computes what `fun` does in mixed precision.
+
+    Matrix multiplications and convolutions take operands of the policy's compute dtype, in the
+    forward pass and in both gradients; sums, norms, softmax, losses and the like are f32. Results
+    have the dtypes that `fun` gives them. docs/autocast.md says what runs in which dtype, and why.
+
+    Args:
+        fun: any JAX function of any pytrees, written for f32. It is traced at each call. Python
+            numbers and all that is no array stay what they are.
+        policy: a policy or the name of one. Its rules are looked for in the paths of modules
+            (Flax Linen, `jax.named_scope`) and of leaves of the arguments.
+
+    Raises:
+        ValueError: if the policy names a recipe, or, when called, gives a class to a primitive that
+            nobody knows.
+
+    Warns:
+        UserWarning: when called, if a rule of the policy matches nothing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x, w = jnp.full((1, 2), 1.001), jnp.ones((2, 2))
+        >>> result = autocast(jnp.matmul, "mixed_bfloat16")(x, w)
+        >>> result.dtype, result.tolist()  # 1.001 is 1 in bf16
+        (dtype('float32'), [[2.0, 2.0]])
+    """
     policy = get_policy(policy)
     check_runnable(policy)
     if not policy.compute_dtypes() & HALF_DTYPES:

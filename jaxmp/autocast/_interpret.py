@@ -190,7 +190,9 @@ class Interpreter:
             return _each_as_held(eqn, args)
         states = [arg.state for arg in args if arg.state is not None]
         is_full = region.is_full or policy.compute_dtype == FLOAT32 or kind == _rules.FULL
-        if is_full or (kind == _rules.LOW and _is_angle(states, uses.of(eqn))):
+        is_selection = id(eqn) in uses.selections and FULL in states
+        is_exact = is_selection or _is_angle(states, uses.of(eqn))
+        if is_full or (kind == _rules.LOW and is_exact):
             return _in_dtype(eqn, args, FLOAT32, full_of(states))
         if kind == _rules.LOW:
             return _low(eqn, args, uses.of(eqn), policy)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._dtypes import HALF_DTYPES
@@ -48,10 +49,13 @@ class Uses:
     Attributes:
         inputs: of each input.
         of_var: of each variable that is used.
+        selections: the ids of products that select entries for delicate operations, by one-hot
+            vectors. Of values in full precision they do so in f32, as an index would.
     """
 
     inputs: tuple[int, ...]
     of_var: dict[Var, int]
+    selections: frozenset[int]
 
     def of_atom(self, atom: Any) -> int:
         """Returns the uses of a variable."""
@@ -94,6 +98,8 @@ class Lookahead:
         of_var: dict[Var, int] = {}
         later: dict[Var, int] = {}  # used where the program is differentiated
         linear = _tangents(jaxpr, tangents)
+        selectors = _selectors(jaxpr)
+        selections = set()
         depth_of = {v: backward_depth(eqn) for eqn in jaxpr.eqns for v in eqn.outvars}
 
         def use(atom: Any, uses: int, depth: int, *, is_linear: bool) -> None:
@@ -114,10 +120,15 @@ class Lookahead:
                 of_var[var] = of_var.get(var, 0) or later.get(var, 0)
             results = [of_var[var] for var in eqn.outvars]
             depth, is_linear = backward_depth(eqn), not linear.isdisjoint(eqn.outvars)
+            if _is_selection(eqn, selectors) and is_island(results[0]):
+                selections.add(id(eqn))
+                for atom in eqn.invars:
+                    use(atom, DELICATE, depth, is_linear=is_linear)
+                continue
             for atom, uses in zip(eqn.invars, self._of_inputs(eqn, results, region), strict=True):
                 use(atom, uses, depth, is_linear=is_linear)
         inputs = tuple(of_var.get(var, 0) or later.get(var, 0) for var in jaxpr.invars)
-        return Uses(inputs, of_var)
+        return Uses(inputs, of_var, frozenset(selections))
 
     def _of_inputs(self, eqn: JaxprEqn, results: list[int], region: Region) -> Sequence[int]:
         region = inside(eqn, region)
@@ -172,6 +183,30 @@ class Lookahead:
                     changed |= wanted != uses[out]
                     uses[out] = wanted
         return [tuple(uses) for uses in outputs]
+
+
+def _is_selection(eqn: JaxprEqn, selectors: set[Var]) -> bool:
+    is_product = eqn.primitive.name in _rules.PLAIN_PRODUCTS
+    return is_product and any(isinstance(v, Var) and v in selectors for v in eqn.invars)
+
+
+def _selectors(jaxpr: Jaxpr) -> set[Var]:
+    """Returns the floats that are made of bools, as one-hot vectors and masks are."""
+    found: set[Var] = set()
+    for eqn in jaxpr.eqns:
+        name, inners = eqn.primitive.name, inner_jaxprs(eqn)
+        floats = [atom for atom in eqn.invars if is_float(atom)]
+        if name == "convert_element_type":
+            if np.dtype(dtype_of_var(eqn.invars[0])) == np.bool_:
+                found.update(eqn.outvars)
+        elif name in _rules.MOVES:
+            if floats and all(isinstance(v, Var) and v in found for v in floats):
+                found.update(eqn.outvars)
+        elif name in ("jit", "pjit") and inners:
+            inside = _selectors(inners[0].jaxpr)
+            pairs = zip(eqn.outvars, inners[0].jaxpr.outvars, strict=True)
+            found.update(var for var, own in pairs if isinstance(own, Var) and own in inside)
+    return found
 
 
 def _tangents(jaxpr: Jaxpr, count: int) -> set[Var]:
