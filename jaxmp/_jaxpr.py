@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 # Kernels and foreign code: what is inside is not JAX's to look at.
 OPAQUE_PRIMITIVES = frozenset(
@@ -77,112 +76,6 @@ def aval_of(atom: Any) -> Any:
 def dtype_of_var(atom: Any) -> Any:
     """Returns the dtype that a program gives to a variable or constant; None if it is no array."""
     return getattr(atom.aval, "dtype", None)
-
-
-def spec_of(aval: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape, sharding and manual axes of an abstract value, in another dtype."""
-    explicit = None if aval.sharding.mesh.empty else aval.sharding
-    manual = {}
-    if getattr(aval, "vma", None):
-        manual["vma"] = aval.vma
-    elif getattr(getattr(aval, "manual_axis_type", None), "varying", None):
-        manual["manual_axis_type"] = aval.manual_axis_type
-    return jax.ShapeDtypeStruct(aval.shape, dtype, sharding=explicit, **manual)
-
-
-@functools.cache
-def _empty_jaxpr(inputs: int, outputs: int) -> Jaxpr:
-    """Returns a jaxpr of so many inputs and outputs, as something to be filled in."""
-    return jax.make_jaxpr(lambda *_: (0.0,) * outputs)(*(0.0,) * inputs).jaxpr
-
-
-def evaluate(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Computes an equation with other values, at the source line and in the scopes it has."""
-    # A constant among the inputs is given as an argument too: its dtype may be another one.
-    inputs = _empty_jaxpr(len(args), len(args)).invars
-    renamed = _as_call(eqn).replace(invars=list(inputs))
-    empty = _empty_jaxpr(len(args), len(eqn.outvars))
-    jaxpr = empty.replace(
-        invars=list(inputs), outvars=list(eqn.outvars), eqns=[renamed], effects=eqn.effects
-    )
-    return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*args))
-
-
-def shard_map_arguments(eqn: JaxprEqn) -> dict[str, Any]:
-    """Returns the keyword arguments of `jax.shard_map` that make an equation like this one."""
-    params = eqn.params
-    axes = params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"]
-    return {
-        "mesh": params["mesh"],
-        "in_specs": tuple(params["in_specs"]),
-        "out_specs": tuple(params["out_specs"]),
-        "axis_names": set(axes),
-        "check_vma": params["check_vma"],
-    }
-
-
-def _as_call(eqn: JaxprEqn) -> JaxprEqn:
-    """Returns a plain operation as a call that is inlined, the same for the same operation.
-
-    JAX differentiates and transposes a call once, and an operation each time; so does jax.numpy.
-    """
-    if inner_jaxprs(eqn) or eqn.effects:
-        return eqn
-    try:
-        call = _call_of(eqn.primitive, tuple(sorted(eqn.params.items())))
-    except TypeError:  # parameters that have no hash
-        return eqn
-    return eqn.replace(primitive=call, params={})
-
-
-class _InlinedCall(Primitive):
-    """Stands in an equation for a jitted operation, which leaves no call in a jaxpr."""
-
-    def __init__(self, primitive: Primitive, params: Sequence[tuple[str, Any]]) -> None:
-        super().__init__(primitive.name)
-        self.multiple_results = primitive.multiple_results
-
-        def operation(*args: Any) -> Any:
-            return primitive.bind(*args, **dict(params))
-
-        self._operation = jax.jit(operation, inline=True)
-
-    def bind(self, *args: Any, **params: Any) -> Any:
-        return self._operation(*args, **params)
-
-
-_call_of = functools.lru_cache(maxsize=8192)(_InlinedCall)
-
-
-def with_jaxprs(eqn: JaxprEqn, jaxprs: Sequence[ClosedJaxpr]) -> JaxprEqn:
-    """Returns an equation with other jaxprs inside, in the order of `inner_jaxprs`."""
-    name, params = eqn.primitive.name, dict(eqn.params)
-    if name == "while":
-        params |= dict(zip(("cond_jaxpr", "body_jaxpr"), jaxprs, strict=True))
-    elif name == "cond":
-        params["branches"] = tuple(jaxprs)
-    else:
-        (key,) = (k for k, value in params.items() if isinstance(value, ClosedJaxpr | Jaxpr))
-        (closed,) = jaxprs
-        params[key] = closed if isinstance(params[key], ClosedJaxpr) else closed.jaxpr
-    return eqn.replace(params=params)
-
-
-def rewritten_in(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:
-    """Returns an equation whose parameters say that it computes floats of another dtype."""
-    names = [name for name in ("preferred_element_type", "out_dtype") if eqn.params.get(name)]
-    changed: dict[str, Any] = dict.fromkeys(names, dtype)
-    update = eqn.params.get("update_jaxpr")
-    if update is not None:
-        changed["update_jaxpr"] = _update_in(update, dtype)
-    return eqn.replace(params={**eqn.params, **changed}) if changed else eqn
-
-
-def _update_in(update: Jaxpr, dtype: Any) -> Jaxpr:
-    """Returns the jaxpr of how a scatter combines two numbers, for numbers of another dtype."""
-    closed = ClosedJaxpr(open_jaxpr(update), ())
-    number = jax.ShapeDtypeStruct((), dtype)
-    return jax.make_jaxpr(jaxpr_as_fun(closed))(number, number).jaxpr
 
 
 # Their jaxprs say how two numbers are combined.

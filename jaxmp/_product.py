@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Literal, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._dtypes import BFLOAT16, FLOAT32, HALF_DTYPES, dtype_of, is_inexact
-from jaxmp._jaxpr import spec_of
+from jaxmp._rebind import inlined, spec_of
 
 DOT_GENERAL = primitives.dot_general_p
 CONVOLUTION = primitives.conv_general_dilated_p
@@ -352,7 +352,7 @@ def _lowering(compute: Callable[..., Any]) -> Any:
 
     @functools.lru_cache(maxsize=4096)
     def traced(params: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-        return jax.jit(functools.partial(compute, **dict(params)), inline=True)
+        return inlined(functools.partial(compute, **dict(params)))
 
     def lowered(*operands: Any, **params: Any) -> Any:
         return traced(tuple(sorted(params.items())))(*operands)

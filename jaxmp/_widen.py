@@ -10,7 +10,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jax.sharding import NamedSharding
 
 from jaxmp._dtypes import FLOAT32, is_inexact, widened
-from jaxmp._jaxpr import OPAQUE_PRIMITIVES, inner_jaxprs, shard_map_arguments
+from jaxmp._jaxpr import OPAQUE_PRIMITIVES, inner_jaxprs
+from jaxmp._rebind import shard_map_arguments
 
 _DTYPE_PARAMS = frozenset(
     {"new_dtype", "dtype", "preferred_element_type", "compute_dtype", "accum_dtype", "out_dtype"}

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from jaxmp._dataflow import dataflow, unmoved
 from jaxmp._dtypes import FLOAT32, dtype_of, is_real_float, parse_dtype
-from jaxmp._jaxpr import evaluate, inner_jaxprs
+from jaxmp._jaxpr import inner_jaxprs
 from jaxmp._product import (
     DOT_GENERAL,
     Dtypes,
@@ -28,6 +28,7 @@ from jaxmp._product import (
     traced_params,
     vary_alike,
 )
+from jaxmp._rebind import evaluate
 from jaxmp.policy import Policy, get_policy
 
 __all__ = [

@@ -20,6 +20,9 @@ from jax import lax
 
 import jaxmp
 
+# Together they take minutes.
+pytestmark = pytest.mark.slow
+
 F16, F32 = jnp.float16, jnp.float32
 UNIT = {"mixed_bfloat16": 2.0**-8, "mixed_float16": 2.0**-11}
 T, D = 6, 8

@@ -27,6 +27,7 @@ LAYERS = {
     "policy": 1,
     "loss_scale": 1,
     "_jaxpr": 1,
+    "_rebind": 1,
     "_dataflow": 1,
     "_widen": 1,
     "_product": 2,

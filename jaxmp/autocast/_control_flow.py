@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jaxmp._jaxpr import Inner, evaluate, inner_jaxprs, shard_map_arguments, with_jaxprs
+from jaxmp._jaxpr import Inner, inner_jaxprs
+from jaxmp._rebind import evaluate, shard_map_arguments, with_jaxprs
 from jaxmp.autocast import _custom_rules
 from jaxmp.autocast._call import Call
 from jaxmp.autocast._lookahead import DELICATE, Uses, accumulators, is_island

@@ -13,15 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 
-from jaxmp._jaxpr import (
-    aval_of,
-    dtype_of_var,
-    evaluate,
-    function_name,
-    inner_jaxprs,
-    open_jaxpr,
-    spec_of,
-)
+from jaxmp._jaxpr import aval_of, dtype_of_var, function_name, inner_jaxprs, open_jaxpr
+from jaxmp._rebind import evaluate, spec_of
 from jaxmp.autocast._call import Call
 from jaxmp.autocast._lookahead import OUTPUT, PRODUCT, Uses
 from jaxmp.autocast._values import Kind, State, Value, arrays_as, values_of

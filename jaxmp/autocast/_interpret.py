@@ -9,18 +9,9 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jaxmp._dtypes import FLOAT32, HALF_DTYPES
-from jaxmp._jaxpr import (
-    Inner,
-    aval_of,
-    dtype_of_var,
-    evaluate,
-    inner_jaxprs,
-    is_cast_back,
-    is_promotion,
-    rewritten_in,
-    spec_of,
-)
+from jaxmp._jaxpr import Inner, aval_of, dtype_of_var, inner_jaxprs, is_cast_back, is_promotion
 from jaxmp._product import PLAIN_PRODUCTS, Dtypes
+from jaxmp._rebind import evaluate, rewritten_in, spec_of
 from jaxmp.autocast import _control_flow, _rules
 from jaxmp.autocast._lookahead import (
     ANGLE,
@@ -175,7 +166,7 @@ class Interpreter:
             return
         if not is_moved or inner_jaxprs(eqn):
             for arg, atom in zip(args, eqn.invars, strict=True):
-                is_data = arg.state is not None and arg.state.kind is Kind.DATA
+                is_data = arg.state is not None and arg.state == DATA
                 if is_data and uses.of_atom(atom) & PRODUCT:
                     arg.settle(narrow(policy.compute_dtype))
 

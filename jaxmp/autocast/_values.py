@@ -10,7 +10,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from jaxmp._dtypes import FLOAT32, HALF_DTYPES, is_real_float
-from jaxmp._jaxpr import aval_of, dtype_of_var, evaluate
+from jaxmp._jaxpr import aval_of, dtype_of_var
+from jaxmp._rebind import evaluate
 from jaxmp.policy import Policy
 
 
