@@ -303,7 +303,7 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     """
     dtypes = Dtypes(**named)
     narrowed = _narrowed(operands, dtypes.compute_dtype)
-    is_fast = dtypes.compute_dtype == BFLOAT16 and not any(map(_is_sharded, narrowed))
+    is_fast = dtypes.compute_dtype == BFLOAT16 and _has_fast_path(*narrowed[:2])
     matmul = _as_matmul(dict(params), *narrowed) if base is CONVOLUTION else None
     if is_fast and base is DOT_GENERAL:
         lhs, rhs = narrowed
@@ -317,6 +317,17 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     # A narrow accumulator rounds more often than once; here only its last rounding is kept.
     result = lax.convert_element_type(result, dtypes.accum_dtype)
     return lax.convert_element_type(result, dtypes.out_dtype)
+
+
+# Some releases cannot run narrow products in loops that touch less than this: they compile such
+# loops as one kernel. Nothing is lost, since products so small gain nothing.
+_SMALL = 4096  # bytes
+
+
+def _has_fast_path(lhs: Any, rhs: Any) -> bool:
+    sizes = [math.prod(operand.shape) * operand.dtype.itemsize for operand in (lhs, rhs)]
+    is_small = all(isinstance(size, int) and size < _SMALL for size in sizes)
+    return not is_small and not _is_sharded(lhs) and not _is_sharded(rhs)
 
 
 def _is_sharded(operand: Any) -> bool:

@@ -370,8 +370,8 @@ def test_convolution_and_its_gradients(options, compute):
     "layout", [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW"), ("NCHW", "HWIO", "NHWC")]
 )
 def test_pointwise_convolution_is_a_matmul(layout):
-    sizes = {"N": 2, "C": 5, "H": 3, "W": 4}
-    kernel = {"H": 1, "W": 1, "I": 5, "O": 7}
+    sizes = {"N": 2, "C": 40, "H": 7, "W": 8}
+    kernel = {"H": 1, "W": 1, "I": 40, "O": 56}
     x = normal(0, *(sizes[letter] for letter in layout[0]))
     w = normal(1, *(kernel[letter] for letter in layout[1]))
     fun = functools.partial(
