@@ -300,6 +300,7 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     That is bfloat16 operands, contracted on their last axis, with a float32 result. A transpose
     that XLA folds into such a product is refused when it runs, so nothing may be moved into it.
     Other narrow dtypes have no fast path: their products are computed in float32, which holds them.
+    Barriers keep the roundings there too.
     """
     dtypes = Dtypes(**named)
     narrowed = _narrowed(operands, dtypes.compute_dtype)
@@ -307,16 +308,25 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     matmul = _as_matmul(dict(params), *narrowed) if base is CONVOLUTION else None
     if is_fast and base is DOT_GENERAL:
         lhs, rhs = narrowed
-        result = _cpu_matmul(lhs, rhs, dict(params)["dimension_numbers"])
-    elif is_fast and matmul is not None:
+        return _rounded(_cpu_matmul(lhs, rhs, dict(params)["dimension_numbers"]), dtypes)
+    if is_fast and matmul is not None:
         lhs, rhs = narrowed
-        result = matmul.compute(_cpu_matmul, lhs, rhs)
-    else:
-        asked = dict(params) | {"preferred_element_type": FLOAT32}
-        result = base.bind(*_narrowed(narrowed, FLOAT32), **asked)
+        return _rounded(matmul.compute(_cpu_matmul, lhs, rhs), dtypes)
+    asked = dict(params) | {"preferred_element_type": FLOAT32}
+    result = base.bind(*_narrowed(_kept(base, narrowed), FLOAT32), **asked)
+    (result,) = _kept(base, [_rounded(result, dtypes)])
+    return result
+
+
+def _rounded(result: Any, dtypes: Dtypes) -> Any:
     # A narrow accumulator rounds more often than once; here only its last rounding is kept.
     result = lax.convert_element_type(result, dtypes.accum_dtype)
     return lax.convert_element_type(result, dtypes.out_dtype)
+
+
+def _kept(base: Primitive, arrays: Sequence[Any]) -> Sequence[Any]:
+    """Returns arrays as they are rounded: the compiler might compute on with what was not."""
+    return lax.optimization_barrier(list(arrays)) if base is DOT_GENERAL else arrays
 
 
 # Some releases cannot run narrow products in loops that touch less than this: they compile such
