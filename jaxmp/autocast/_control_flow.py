@@ -141,13 +141,11 @@ def _as_written(call: Call) -> list[Value]:
 
 _HANDLERS = {
     "jit": _jit,
-    "pjit": _jit,
     "scan": _scan,
     "while": _while,
     "cond": _cond,
     "shard_map": _shard_map,
     "remat2": _remat,
-    "checkpoint": _remat,
     "custom_jvp_call": _custom_rules.custom_jvp,
     "custom_vjp_call": _custom_rules.custom_vjp,
     "custom_vmap_call": _custom_rules.custom_vmap,

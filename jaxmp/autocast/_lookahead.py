@@ -202,7 +202,7 @@ def _selectors(jaxpr: Jaxpr) -> set[Var]:
         elif name in _rules.MOVES:
             if floats and all(isinstance(v, Var) and v in found for v in floats):
                 found.update(eqn.outvars)
-        elif name in ("jit", "pjit") and inners:
+        elif name == "jit" and inners:
             inside = _selectors(inners[0].jaxpr)
             pairs = zip(eqn.outvars, inners[0].jaxpr.outvars, strict=True)
             found.update(var for var, own in pairs if isinstance(own, Var) and own in inside)

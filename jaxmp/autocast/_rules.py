@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn
 from jaxmp._dataflow import SHAPE_PRIMITIVES
 from jaxmp._dtypes import FLOAT16, HALF_DTYPES, is_real_float
 from jaxmp._errors import did_you_mean
-from jaxmp._jaxpr import is_linear_algebra
+from jaxmp._jaxpr import dtype_of_var, is_linear_algebra
 from jaxmp._product import PLAIN_PRODUCTS
 from jaxmp.policy import Policy
 
@@ -93,13 +93,9 @@ def class_of(eqn: JaxprEqn, policy: Policy) -> str:
 
 def _is_of_real_floats(eqn: JaxprEqn) -> bool:
     """Whether all floats that an equation takes or gives are f16, bf16 or f32, and any is."""
-    operands = [np.dtype(d) for d in map(_dtype, eqn.invars) if _is_wide_number(d)]
-    results = [np.dtype(d) for d in map(_dtype, eqn.outvars) if _is_wide_number(d)]
+    operands = [np.dtype(d) for d in map(dtype_of_var, eqn.invars) if _is_wide_number(d)]
+    results = [np.dtype(d) for d in map(dtype_of_var, eqn.outvars) if _is_wide_number(d)]
     return bool(operands) and all(map(is_real_float, (*operands, *results)))
-
-
-def _dtype(atom: Any) -> Any:
-    return getattr(atom.aval, "dtype", None)
 
 
 def _is_wide_number(dtype: Any) -> bool:
@@ -109,8 +105,10 @@ def _is_wide_number(dtype: Any) -> bool:
 
 def asks_for_float32(eqn: JaxprEqn) -> bool:
     """Whether a product was written to give float32 for narrower operands."""
-    operands = [_dtype(atom) for atom in eqn.invars[:2]]
-    return all(d in HALF_DTYPES for d in operands) and _dtype(eqn.outvars[0]) not in HALF_DTYPES
+    operands = [dtype_of_var(atom) for atom in eqn.invars[:2]]
+    return (
+        all(d in HALF_DTYPES for d in operands) and dtype_of_var(eqn.outvars[0]) not in HALF_DTYPES
+    )
 
 
 def check_primitives(policy: Policy, found: Iterable[str]) -> None:
