@@ -135,10 +135,13 @@ def _calls(eqn: JaxprEqn) -> Iterator[Inner]:
             )
 
 
+_JAXPRS = (ClosedJaxpr, Jaxpr)
+
+
 def _jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
     for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr | Jaxpr):
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, _JAXPRS):
                 yield item
 
 
@@ -302,15 +305,21 @@ def _is_users(file_name: str) -> bool:
     return not file_name.startswith(("<frozen", *packages, *libraries))
 
 
+@functools.lru_cache(maxsize=65536)
 def _is_librarys(file_name: str) -> bool:
     return file_name.startswith(_skipped_prefixes()[1])
+
+
+@functools.lru_cache(maxsize=65536)
+def _base_name(file_name: str) -> str:
+    return Path(file_name).name
 
 
 def source_line(eqn: JaxprEqn) -> str:
     """Returns the innermost line of user code that made an equation: `"model.py:35 (attend)"`."""
     for frame in _frames(eqn):
         if _is_users(frame.file_name):
-            return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name})"
+            return f"{_base_name(frame.file_name)}:{frame.line_num} ({frame.function_name})"
     return ""
 
 
@@ -324,7 +333,7 @@ def is_cast_back(eqn: JaxprEqn) -> bool:
     for frame in _frames(eqn):
         if _is_users(frame.file_name) or _is_librarys(frame.file_name):
             return False
-        if Path(frame.file_name).name == "reductions.py":
+        if _base_name(frame.file_name) == "reductions.py":
             return True
     return False
 
@@ -338,7 +347,7 @@ def is_linear_algebra(eqn: JaxprEqn) -> bool:
     for frame in _frames(eqn):
         if _is_users(frame.file_name) or _is_librarys(frame.file_name):
             return inside
-        inside = inside or Path(frame.file_name).name == "linalg.py"
+        inside = inside or _base_name(frame.file_name) == "linalg.py"
         if frame.function_name in _PRODUCTS_OF_LINALG:
             return False
     return inside

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, jaxpr_as_fun
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun
 
 from jaxmp._jaxpr import inner_jaxprs, open_jaxpr
 
@@ -29,14 +30,29 @@ def _empty_jaxpr(inputs: int, outputs: int) -> Jaxpr:
 
 def evaluate(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Computes an equation with other values, at the source line and in the scopes it has."""
+    operation = _operation_of(eqn)
+    if operation is None:
+        return _evaluate_alone(eqn, args)
+    scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    line = source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes)
+    with line, eqn.ctx.manager:
+        results = operation(*args)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def _evaluate_alone(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     # A constant among the inputs is given as an argument too: its dtype may be another one.
     inputs = _empty_jaxpr(len(args), len(args)).invars
-    renamed = _as_call(eqn).replace(invars=list(inputs))
-    empty = _empty_jaxpr(len(args), len(eqn.outvars))
-    jaxpr = empty.replace(
-        invars=list(inputs), outvars=list(eqn.outvars), eqns=[renamed], effects=eqn.effects
-    )
+    jaxpr = part_of([eqn.replace(invars=list(inputs))], inputs, eqn.outvars)
     return list(jaxpr_as_fun(ClosedJaxpr(jaxpr, ()))(*args))
+
+
+def part_of(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[Var]) -> Jaxpr:
+    """Returns the jaxpr of some equations."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns))
+    return _empty_jaxpr(len(inputs), len(outputs)).replace(
+        invars=list(inputs), outvars=list(outputs), eqns=list(eqns), effects=effects
+    )
 
 
 def shard_map_arguments(eqn: JaxprEqn) -> dict[str, Any]:
@@ -59,37 +75,25 @@ def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fun, inline=early)
 
 
-def _as_call(eqn: JaxprEqn) -> JaxprEqn:
-    """Returns a plain operation as a call that is inlined, the same for the same operation.
+def _operation_of(eqn: JaxprEqn) -> Callable[..., Any] | None:
+    """Returns a plain operation as a jitted function, the same for the same operation.
 
     JAX differentiates and transposes a call once, and an operation each time; so does jax.numpy.
     """
     if inner_jaxprs(eqn) or eqn.effects:
-        return eqn
+        return None
     try:
-        call = _call_of(eqn.primitive, tuple(sorted(eqn.params.items())))
+        return _operation(eqn.primitive, tuple(sorted(eqn.params.items())))
     except TypeError:  # parameters that have no hash
-        return eqn
-    return eqn.replace(primitive=call, params={})
+        return None
 
 
-class _InlinedCall(Primitive):
-    """Stands in an equation for a jitted operation, which leaves no call in a jaxpr."""
+@functools.lru_cache(maxsize=8192)
+def _operation(primitive: Primitive, params: Sequence[tuple[str, Any]]) -> Callable[..., Any]:
+    def operation(*args: Any) -> Any:
+        return primitive.bind(*args, **dict(params))
 
-    def __init__(self, primitive: Primitive, params: Sequence[tuple[str, Any]]) -> None:
-        super().__init__(primitive.name)
-        self.multiple_results = primitive.multiple_results
-
-        def operation(*args: Any) -> Any:
-            return primitive.bind(*args, **dict(params))
-
-        self._operation = inlined(operation)
-
-    def bind(self, *args: Any, **params: Any) -> Any:
-        return self._operation(*args, **params)
-
-
-_call_of = functools.lru_cache(maxsize=8192)(_InlinedCall)
+    return inlined(operation)
 
 
 def with_jaxprs(eqn: JaxprEqn, jaxprs: Sequence[ClosedJaxpr]) -> JaxprEqn:

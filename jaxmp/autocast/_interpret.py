@@ -6,15 +6,22 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmp._dtypes import FLOAT32, HALF_DTYPES
 from jaxmp._jaxpr import Inner, aval_of, dtype_of_var, inner_jaxprs, is_cast_back, is_promotion
 from jaxmp._product import PLAIN_PRODUCTS, Dtypes
 from jaxmp._rebind import evaluate, rewritten_in, spec_of
 from jaxmp.autocast import _control_flow, _rules
+from jaxmp.autocast._activation import (
+    Activation,
+    find_activations,
+    in_one_step,
+    is_one_step,
+)
 from jaxmp.autocast._lookahead import (
     ANGLE,
+    DELICATE,
     GRADIENT,
     MULTIPLIED,
     OUTPUT,
@@ -60,6 +67,7 @@ class Interpreter:
         self.paths: set[str] = set()
         self.primitives: set[str] = set()
         self._rewritten: dict[Any, Any] = {}
+        self._activations: dict[Any, Any] = {}
 
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Value], uses: Uses, region: Region
@@ -74,7 +82,19 @@ class Interpreter:
             return values[atom]
 
         softmaxes = find_softmaxes(jaxpr)
+        activations = {} if region.is_full else find_activations(jaxpr)
+        computed: set[int] = set()
         for eqn in jaxpr.eqns:
+            if id(eqn) in computed:
+                continue
+            activation = activations.get(id(eqn))
+            if activation is not None:
+                operands = [read(var) for var in activation.inputs]
+                result = self._activation(activation, operands, uses, region)
+                if result is not None:
+                    values[activation.result] = result
+                    computed |= activation.members
+                    continue
             args = [read(atom) for atom in eqn.invars]
             softmax = softmaxes.get(id(eqn))
             if softmax is not None and _is_weight(args[0], uses.of(eqn), region.enter(eqn)):
@@ -151,6 +171,29 @@ class Interpreter:
             _narrowed_at_birth(value, uses.of_var.get(var, 0), region)
             for var, value in zip(eqn.outvars, results, strict=True)
         ]
+
+    def _activation(
+        self, activation: Activation, operands: Sequence[Value], uses: Uses, region: Region
+    ) -> Value | None:
+        """Computes an activation function in one step, from narrow to narrow; None if it is not."""
+        leads_to = uses.of_var.get(activation.result, 0)
+        state = operands[0].state
+        if state is None or state.kind is not Kind.NARROW:
+            return None
+        if not is_one_step(activation, state.dtype, leads_to, region):
+            return None
+        key = (activation.key, state, region)
+        if key not in self._activations:
+            inner = Inner(activation.jaxpr, (), ())
+            entering = [FULL] * len(operands)
+            closed, _ = self.rewrite(inner, entering, [DELICATE], region.in_full())
+
+            def fun(*arrays: Any) -> Any:
+                return jaxpr_as_fun(closed)(*arrays)[0]
+
+            self._activations[key] = in_one_step(fun, state.dtype)
+        numbers = [number.cast(FLOAT32) for number in operands[1:]]
+        return Value(self._activations[key](operands[0].array, *numbers), state)
 
     def _settle(self, eqn: JaxprEqn, args: list[Value], uses: Uses, region: Region) -> None:
         """Narrows what was gathered from a table, where it is used for more than being added to.

@@ -102,13 +102,15 @@ class Lookahead:
         selections = set()
         depth_of = {v: backward_depth(eqn) for eqn in jaxpr.eqns for v in eqn.outvars}
 
-        def use(atom: Any, uses: int, depth: int, *, is_linear: bool) -> None:
+        def use(
+            atom: Any, uses: int, depth: int, *, is_linear: bool, for_later: bool = False
+        ) -> None:
             if isinstance(atom, Literal) or not is_float(atom):
                 return
             made = depth_of.get(atom, 0)
             if made > depth:
                 uses = OUTPUT | GRADIENT
-            is_later = made < depth or (is_linear and atom not in linear)
+            is_later = for_later or made < depth or (is_linear and atom not in linear)
             found = later if is_later else of_var
             found[atom] = found.get(atom, 0) | uses
 
@@ -116,17 +118,18 @@ class Lookahead:
             use(atom, uses, 0, is_linear=False)
         for eqn in reversed(jaxpr.eqns):
             # What is only used later is for that; else the backward pass takes it as it is.
+            for_later = not any(of_var.get(var) for var in eqn.outvars)
             for var in eqn.outvars:
                 of_var[var] = of_var.get(var, 0) or later.get(var, 0)
             results = [of_var[var] for var in eqn.outvars]
             depth, is_linear = backward_depth(eqn), not linear.isdisjoint(eqn.outvars)
             if _is_selection(eqn, selectors) and is_island(results[0]):
                 selections.add(id(eqn))
-                for atom in eqn.invars:
-                    use(atom, DELICATE, depth, is_linear=is_linear)
-                continue
-            for atom, uses in zip(eqn.invars, self._of_inputs(eqn, results, region), strict=True):
-                use(atom, uses, depth, is_linear=is_linear)
+                wanted: Sequence[int] = [DELICATE] * len(eqn.invars)
+            else:
+                wanted = self._of_inputs(eqn, results, region)
+            for atom, uses in zip(eqn.invars, wanted, strict=True):
+                use(atom, uses, depth, is_linear=is_linear, for_later=for_later)
         inputs = tuple(of_var.get(var, 0) or later.get(var, 0) for var in jaxpr.invars)
         return Uses(inputs, of_var, frozenset(selections))
 
@@ -226,7 +229,7 @@ def _of_operation(eqn: JaxprEqn, results: Sequence[int], region: Region) -> Sequ
     if name == "convert_element_type":
         return [_of_cast(eqn, results[0])]
     kind = _rules.class_of(eqn, region.own_policy)
-    if name in _rules.PERIODIC:
+    if name in _rules.PERIODIC and kind == _rules.FULL:
         return [DELICATE | ANGLE] * count
     if region.is_full or kind in (_rules.FULL, _rules.OPAQUE):
         return [DELICATE] * count

@@ -65,6 +65,17 @@ _FOLLOW = SELECTS | _names(
 PERIODIC = frozenset({"sin", "cos", "tan"})
 # They take operands of one shape, or broadcast those whose axes have size one.
 ELEMENTWISE = _names("add sub mul div rem max min atan2")
+# Each element of the result is made of those in the same place.
+OF_ELEMENTS = ELEMENTWISE | _names(
+    """
+    neg abs clamp select_n add_any sign square sqrt rsqrt cbrt integer_pow pow tanh logistic
+    erf erfc exp exp2 expm1 log log1p eq ne lt le gt ge convert_element_type
+    """
+)
+# What JAX keeps for their derivatives is computed of the operand or the result, one array for each.
+CURVED = _names("tanh logistic erf erfc exp exp2 expm1 log1p integer_pow square")
+# Their derivatives can leave the range of f16 where the functions do not.
+STEEP = _names("div sqrt rsqrt cbrt pow exp exp2 expm1 log log1p")
 # They use an element several times.
 REPEATS = frozenset({"broadcast_in_dim", "gather"})
 
