@@ -57,3 +57,58 @@ def narrow(x: jax.Array, dtype: np.dtype | str) -> jax.Array:
         Array(1, dtype=bfloat16)
     """
     return round_to(x, dtype).astype(parse_dtype(dtype))
+
+
+def round_stochastically(x: jax.Array, dtype: np.dtype | str, bits: jax.Array) -> jax.Array:
+    """Rounds f32 values up or down to a narrower dtype, the nearer the likelier, staying in f32.
+
+    The mean over the random bits is the value itself (Croci et al., Stochastic rounding, 2022).
+    Values that the dtype has, zeros of both signs, infinities and NaN stay what they are. Nothing
+    that is finite becomes infinite unless `round_to` makes it so; where a dtype has no infinity
+    the result stays at its largest value.
+
+    Args:
+        x: f32[...].
+        dtype: bfloat16, float16, or a float of 8 bits.
+        bits: u32[...], random, of the shape of `x`.
+
+    Returns:
+        f32[...].
+
+    Example:
+        >>> bits = jax.random.bits(jax.random.key(0), (10000,))
+        >>> rounded = round_stochastically(jnp.full(10000, 1.001), "bfloat16", bits)
+        >>> sorted(set(rounded.tolist())), round(float(rounded.mean()), 3)
+        ([1.0, 1.0078125], 1.001)
+    """
+    if x.dtype != jnp.float32 or bits.dtype != jnp.uint32 or bits.shape != x.shape:
+        raise ValueError(
+            f"x is {x.dtype}{list(x.shape)} and bits {bits.dtype}{list(bits.shape)}, but they must "
+            "be float32 and uint32 of one shape: jax.random.bits(key, x.shape)."
+        )
+    info = jnp.finfo(dtype)
+    dropped = 23 - info.nmant
+    dither = lax.shift_right_logical(bits, jnp.uint32(32 - dropped))
+    kept = ~jnp.uint32((1 << dropped) - 1)
+    raised = (lax.bitcast_convert_type(x, jnp.uint32) + dither) & kept
+    rounded = lax.bitcast_convert_type(raised, jnp.float32)
+    largest = jnp.float32(float(info.max))
+    if float(info.smallest_normal) > float(jnp.finfo(jnp.float32).smallest_normal):
+        rounded = lax.select(
+            jnp.abs(x) < float(info.smallest_normal),
+            _to_steps(x, float(info.smallest_subnormal), bits),
+            rounded,
+        )
+    rounded = jnp.clip(rounded, -largest, largest)
+    if info.bits > 8:
+        rounded = lax.select(jnp.abs(x) > largest, round_to(x, dtype), rounded)
+    return lax.select(jnp.isfinite(x), rounded, x)
+
+
+def _to_steps(x: jax.Array, step: float, bits: jax.Array) -> jax.Array:
+    """Rounds to multiples of a power of two, up with the probability of what is over."""
+    steps = jnp.abs(x) / jnp.float32(step)
+    whole = jnp.floor(steps)
+    uniform = lax.shift_right_logical(bits, jnp.uint32(8)).astype(jnp.float32) * jnp.float32(2**-24)
+    up = (uniform < steps - whole).astype(jnp.float32)
+    return jnp.copysign((whole + up) * jnp.float32(step), x)

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -244,21 +245,28 @@ def all_finite(tree: Any) -> jax.Array:
     return functools.reduce(operator.and_, flags, jnp.bool_(True))
 
 
-def first_nonfinite(tree: Any) -> jax.Array:
-    """Returns the index of the first leaf that `all_finite` would reject: i32[], -1 for none."""
-    flags = [_leaf_is_finite(leaf) for leaf in jax.tree.leaves(tree)]
+def first_nonfinite(tree: Any, limit: float = math.inf) -> jax.Array:
+    """Returns the index of the first leaf that `all_finite` would reject: i32[], -1 for none.
+
+    Args:
+        tree: any pytree.
+        limit: an absolute value from which on a number counts as infinite.
+    """
+    flags = [_leaf_is_finite(leaf, limit) for leaf in jax.tree.leaves(tree)]
     if not flags:
         return jnp.int32(-1)
     bad = ~jnp.stack(flags)
     return jnp.where(jnp.any(bad), jnp.argmax(bad).astype(jnp.int32), jnp.int32(-1))
 
 
-def _leaf_is_finite(leaf: Any) -> jax.Array:
+def _leaf_is_finite(leaf: Any, limit: float = math.inf) -> jax.Array:
     dtype = dtype_of(leaf)
     if not is_inexact(dtype):
         return jnp.bool_(True)
     array = jnp.asarray(leaf)
     # A maximum of absolute values would be a little faster, but XLA's CPU maximum drops NaN.
+    if limit < math.inf:
+        return jnp.all(jnp.abs(array) < limit)
     return jnp.all(jnp.isfinite(array.astype(FLOAT32) if dtype.itemsize == 1 else array))
 
 

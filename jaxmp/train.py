@@ -23,7 +23,7 @@ from jaxmp._dtypes import (
 from jaxmp._loss import LossOutput, call_loss
 from jaxmp.autocast import autocast, check_runnable
 from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
-from jaxmp.optim import apply_updates, get_mixed_precision_state
+from jaxmp.optim import apply_updates, full_weights, get_mixed_precision_state
 from jaxmp.policy import Policy, get_policy
 
 
@@ -337,7 +337,9 @@ def make_train_step(
             opt_state=opt_state,
             model_state=_tree.select_tree(after.finite, output.model_state, state.model_state),
             rng=state.rng,
-            ema_params=_update_ema(after.finite, ema_decay, state.ema_params, params),
+            ema_params=_update_ema(
+                after.finite, ema_decay, state.ema_params, full_weights(opt_state, params)
+            ),
         )
         return new_state, StepInfo(
             step=new_state.step,

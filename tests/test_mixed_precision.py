@@ -26,7 +26,12 @@ def assert_same_bits(a, b):
     chex.assert_trees_all_equal_structs(a, b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert jnp.asarray(x).dtype == jnp.asarray(y).dtype
-        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+        assert bits_of(x) == bits_of(y)
+
+
+def bits_of(leaf):
+    is_key = jnp.issubdtype(jnp.asarray(leaf).dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes()
 
 
 def params_and_grads():
@@ -358,7 +363,7 @@ def test_a_nan_at_every_scale_ends_in_a_clear_error():
     assert float(jaxmp.get_loss_scale(state).loss_scale) == 1.0
     assert int(state.skip_streak) == 200
     assert step._cache_size() == 1
-    with pytest.raises(FloatingPointError, match=r"200 steps in a row.*to 1\.0.*'poisoned'"):
+    with pytest.raises(FloatingPointError, match=r"200 steps in a row.*'poisoned'.*to 1\.0"):
         raise_for_skips(state)
     raise_for_skips(state, limit=201)
 
@@ -495,10 +500,8 @@ def test_bad_input():
         jaxmp.get_loss_scale(optax.adam(0.1).init(params))
     with pytest.raises(ValueError, match=r"2 loss scales.*\n  0\n  1"):
         jaxmp.get_loss_scale((wrapped.init(params), wrapped.init(params)))
-    with pytest.raises(ValueError, match=r"holds a mixed_precision already"):
+    with pytest.raises(ValueError, match=r"holds a mixed_precision or skip_nonfinite already"):
         jaxmp.mixed_precision(optax.chain(wrapped), "float32").init(params)
-    with pytest.raises(ValueError, match=r"narrower:\n  w: bfloat16"):
-        wrapped.init({"w": jnp.ones(2, jnp.bfloat16), "v": jnp.ones(2)})
     with pytest.raises(ValueError, match=r"only in params: w\n  only in gradients: x"):
         wrapped.update({"x": jnp.ones(2)}, wrapped.init(params), params)
     with pytest.raises(ValueError, match=r"Unknown dtype or preset"):

@@ -1,0 +1,111 @@
+"""What every wrapper checks of the gradients and parameters that it is given."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxmp import _tree
+from jaxmp._dtypes import HALF_DTYPES, dtype_of, has_gradient
+from jaxmp._errors import bullet_list
+
+
+def is_narrow(leaf: Any) -> bool:
+    """Whether a parameter is a float narrower than f32."""
+    return dtype_of(leaf) in HALF_DTYPES
+
+
+def inner_update(
+    inner: optax.GradientTransformationExtraArgs,
+    grads: Any,
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    """Runs a wrapped transform whose gradients and parameters are f32.
+
+    Optax's own transforms do not run under strict promotion (they mix f32 and counters); with all
+    float leaves in f32 nothing is narrowed or widened by the standard one.
+    """
+    with jax.numpy_dtype_promotion("standard"):
+        return inner.update(grads, state, params, **extra_args)
+
+
+def check_params(name: str, params: Any) -> None:
+    """Raises ValueError if a transform that stores parameters was given none."""
+    if params is None:
+        raise ValueError(
+            f"{name} updates the parameters itself, but params is None. Pass them: "
+            "tx.update(grads, state, params)."
+        )
+
+
+def check_structure(grads: Any, params: Any) -> None:
+    """Raises ValueError if gradients have another structure, or other shapes, than parameters."""
+    if params is None:
+        return
+    if jax.tree.structure(grads) == jax.tree.structure(params):
+        _tree.map_named(_check_shape, grads, params)
+        return
+    have, want = set(_tree.leaf_names(grads)), set(_tree.leaf_names(params))
+    lines = [f"only in params: {name}" for name in sorted(want - have)]
+    lines += [f"only in gradients: {name}" for name in sorted(have - want)]
+    lines = lines or [f"{jax.tree.structure(grads)} against {jax.tree.structure(params)}"]
+    raise ValueError(
+        "Gradients and params have different structures:\n"
+        f"{bullet_list(lines)}\n"
+        "Pass the params that the gradients were taken for."
+    )
+
+
+def _check_shape(name: str, grad: Any, param: Any) -> None:
+    if has_gradient(dtype_of(param)) and jnp.shape(grad) != jnp.shape(param):
+        raise ValueError(
+            f"The gradient of {name!r} has shape {jnp.shape(grad)}, the parameter has "
+            f"{jnp.shape(param)}. Pass the params that the gradients were taken for."
+        )
+
+
+def check_kept(what: str, kept: Any, params: Any) -> None:
+    """Raises ValueError if what a state keeps of each narrow parameter is not of these parameters.
+
+    Args:
+        what: its name, in the plural.
+        kept: a tree like the parameters, of arrays, and None for parameters that are not narrow.
+        params: the parameters.
+    """
+    have, want = leaves_by_name(kept), leaves_by_name(params)
+    if have.keys() != want.keys():
+        lines = [f"only in params: {name}" for name in sorted(want.keys() - have.keys())]
+        lines += [f"only in the state: {name}" for name in sorted(have.keys() - want.keys())]
+    else:
+        lines = [
+            f"{name}: {describe(have[name])} for a parameter of {describe(param)}"
+            for name, param in want.items()
+            if (have[name] is not None) != is_narrow(param)
+            or (is_narrow(param) and jnp.shape(have[name]) != jnp.shape(param))
+        ]
+    if lines:
+        raise ValueError(
+            f"The state keeps {what} for other parameters than it was given:\n"
+            f"{bullet_list(lines)}\n"
+            "Pass the params that the state was made for, or make a new state with tx.init."
+        )
+
+
+def leaves_by_name(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by name; None counts as one."""
+    pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
+    return {_tree.path_name(path): leaf for path, leaf in pairs}
+
+
+def states_of(kind: type, opt_state: Any) -> list[Any]:
+    """Returns the states of one kind in any nesting of optimizer states."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
+
+
+def describe(leaf: Any) -> str:
+    """Returns dtype and shape of a leaf as text."""
+    return "nothing" if leaf is None else f"{dtype_of(leaf)}{list(jnp.shape(leaf))}"
