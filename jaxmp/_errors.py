@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -29,3 +30,9 @@ def bullet_list(lines: Iterable[str], limit: int = 20) -> str:
     if len(lines) > limit:
         shown.append(f"  … and {len(lines) - limit} more")
     return "\n".join(shown)
+
+
+def check_count(count: Any, name: str) -> None:
+    """Raises ValueError unless a count is an integer of at least 1."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"{name} is {count!r}, but must be an integer of at least 1.")

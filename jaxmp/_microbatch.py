@@ -12,12 +12,6 @@ from jaxmp import _tree
 from jaxmp._dtypes import dtype_of, has_gradient, widened
 
 
-def check_count(microbatches: Any) -> None:
-    """Raises ValueError unless `microbatches` is an integer of at least 1."""
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches is {microbatches!r}, but must be an integer of at least 1.")
-
-
 def accumulate(
     grads_of: Callable[[Any, Any, Any], tuple[Any, Any]],
     params: Any,

@@ -11,19 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from jaxmp import _microbatch, _tree
 from jaxmp._dtypes import (
     FLOAT16,
     dtype_of,
     has_gradient,
-    widened,
 )
+from jaxmp._errors import check_count
 from jaxmp._loss import LossOutput, call_loss
 from jaxmp.autocast import autocast, check_runnable
 from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
 from jaxmp.optim import apply_updates, full_weights, get_mixed_precision_state
+from jaxmp.optim._ema import check_decay, moved_average
 from jaxmp.policy import Policy, get_policy
 
 
@@ -303,10 +303,9 @@ def make_train_step(
     """
     policy, tx = get_policy(policy), optax.with_extra_args_support(tx)
     check_runnable(policy)
-    _microbatch.check_count(microbatches)
-    is_number = isinstance(ema_decay, int | float)
-    if ema_decay is not None and not (is_number and 0 <= ema_decay < 1):
-        raise ValueError(f"ema_decay is {ema_decay!r}, but lies in [0, 1): use 0.999.")
+    check_count(microbatches, "microbatches")
+    if ema_decay is not None:
+        check_decay(ema_decay, "ema_decay")
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
         if (ema_decay is None) != (state.ema_params is None):
@@ -367,12 +366,7 @@ def _update_ema(finite: jax.Array, decay: float | None, ema: Any, params: Any) -
         return None
 
     def leaf_fn(average: Any, param: Any) -> Any:
-        dtype = dtype_of(average)
-        if not has_gradient(dtype):
-            return param
-        wide = widened(dtype)
-        step = jnp.asarray(1 - decay, jnp.float32).astype(wide)
-        moved = average + step * (lax.convert_element_type(param, wide) - average)
-        return jnp.where(finite, moved, average)
+        moved = moved_average(average, param, decay)
+        return jnp.where(finite, moved, average) if has_gradient(dtype_of(average)) else param
 
     return jax.tree.map(leaf_fn, ema, params)

@@ -182,7 +182,7 @@ def checked_update(
         "skipped_steps": jnp.where(clean, state.skipped_steps, state.skipped_steps + one),
         "skip_streak": jnp.where(clean, 0, state.skip_streak + one),
     }
-    return Outcome(_fill_updates(updates, leaves_like), own, fields)
+    return Outcome(fill_updates(updates, leaves_like), own, fields)
 
 
 def _as_flag(finite: Any) -> jax.Array:
@@ -276,7 +276,7 @@ def minus_zeros(leaf: Any) -> jax.Array:
     return lax.complex(part, part) if dtype.kind == "c" else part
 
 
-def _fill_updates(inner_updates: Any, leaves_like: Any) -> Any:
+def fill_updates(inner_updates: Any, leaves_like: Any) -> Any:
     """Gives leaves without a gradient an update that leaves them as they are."""
 
     def fill(like: Any, update: Any) -> Any:

@@ -53,7 +53,7 @@ def stochastic_rounding(
         0.99
     """
     inner = optax.with_extra_args_support(tx)
-    first_key = _as_key(key)
+    first_key = as_key(key)
 
     def init(params: Any) -> StochasticRoundingState:
         check_params("stochastic_rounding", params)
@@ -71,7 +71,8 @@ def stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _as_key(key: Any) -> jax.Array:
+def as_key(key: Any) -> jax.Array:
+    """Returns a seed or a PRNG key of any kind as a key."""
     if isinstance(key, int) and not isinstance(key, bool):
         return jax.random.key(key)
     if isinstance(key, jax.Array) and _tree.is_key(key) and jnp.shape(key) == ():
