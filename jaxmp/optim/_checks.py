@@ -42,7 +42,10 @@ def check_params(name: str, params: Any) -> None:
 
 
 def check_structure(grads: Any, params: Any) -> None:
-    """Raises ValueError if gradients have another structure, or other shapes, than parameters."""
+    """Raises ValueError if gradients have another structure, or other shapes, than parameters.
+
+    One axis more is right: of the examples, for differentially private training.
+    """
     if params is None:
         return
     if jax.tree.structure(grads) == jax.tree.structure(params):
@@ -59,12 +62,32 @@ def check_structure(grads: Any, params: Any) -> None:
     )
 
 
+def check_shapes(updates: Any, grads: Any, params: Any) -> None:
+    """Raises ValueError if updates do not fit the parameters, because of the gradients."""
+    if params is None:
+        return
+
+    def check(name: str, update: Any, grad: Any, param: Any) -> None:
+        if jnp.shape(update) != jnp.shape(param):
+            raise ValueError(_other_shape(name, grad, param))
+
+    _tree.map_named(check, updates, grads, params)
+
+
+def _other_shape(name: str, grad: Any, param: Any) -> str:
+    return (
+        f"The gradient of {name!r} has shape {jnp.shape(grad)}, the parameter has "
+        f"{jnp.shape(param)}. Pass the params that the gradients were taken for."
+    )
+
+
 def _check_shape(name: str, grad: Any, param: Any) -> None:
-    if has_gradient(dtype_of(param)) and jnp.shape(grad) != jnp.shape(param):
-        raise ValueError(
-            f"The gradient of {name!r} has shape {jnp.shape(grad)}, the parameter has "
-            f"{jnp.shape(param)}. Pass the params that the gradients were taken for."
-        )
+    if not has_gradient(dtype_of(param)):
+        return
+    shape = jnp.shape(grad)
+    is_per_example = len(shape) > jnp.ndim(param) and shape[1:] == jnp.shape(param)
+    if shape != jnp.shape(param) and not is_per_example:
+        raise ValueError(_other_shape(name, grad, param))
 
 
 def check_kept(what: str, kept: Any, params: Any) -> None:

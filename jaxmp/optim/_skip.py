@@ -12,7 +12,7 @@ from jax import lax
 from jaxmp import _tree
 from jaxmp._dtypes import dtype_of, has_gradient, widened
 from jaxmp._errors import bullet_list
-from jaxmp.optim._checks import check_structure, inner_update
+from jaxmp.optim._checks import check_shapes, check_structure, inner_update
 from jaxmp.optim._gate import run_or_skip
 
 # The square of a larger one leaves the range of f32, and stays in an optimizer's second moment.
@@ -153,18 +153,21 @@ def checked_update(
     def run(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any, jax.Array]:
         updates, new_state = inner_update(inner, grads, inner_state, params, extra_args)
         _check_state(new_state, inner_state)
-        updates = _tree.like(updates, _wide(grads if params is None else params))
+        check_shapes(updates, grads, params)
+        updates = _tree.like(updates, grads if params is None else _wide(params))
         new_state = _tree.like(new_state, inner_state)
         numbers = _changed_numbers(new_state, inner_state)
         if not numbers:
             return updates, new_state, jnp.bool_(True)
         clean = _tree.all_finite(numbers)
-        old = (jax.tree.map(minus_zeros, updates), inner_state)
-        return *_tree.select_tree(clean, (updates, new_state), old), clean
+        return updates, _tree.select_tree(clean, new_state, inner_state), clean
 
     def skip(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any, jax.Array]:
-        target = _wide(grads if params is None else params)
-        return jax.tree.map(minus_zeros, target), inner_state, jnp.bool_(False)
+        # The gradients go through, so that XLA writes the updates where they are.
+        target = grads if params is None else _wide(params)
+        same = jax.tree.map(jnp.shape, grads) == jax.tree.map(jnp.shape, target)
+        passed = grads if same else jax.tree.map(minus_zeros, target)
+        return _tree.like(passed, target), inner_state, jnp.bool_(False)
 
     updates, inner_state, clean = run_or_skip(
         wanted,
@@ -174,6 +177,7 @@ def checked_update(
         state.inner_state,
         None if params is None else inexact_only(params, params),
     )
+    updates = jax.tree.map(lambda u: jnp.where(clean, u, minus_zeros(u)), updates)
     one, leaf = jnp.int32(1), jnp.where(own, jnp.int32(ELSEWHERE), nonfinite_leaf)
     fields = {
         "inner_state": inner_state,
