@@ -177,7 +177,11 @@ def checked_update(
         state.inner_state,
         None if params is None else inexact_only(params, params),
     )
-    updates = jax.tree.map(lambda u: jnp.where(clean, u, minus_zeros(u)), updates)
+    # What the transform itself made NaN of finite gradients does not come through either. Counting
+    # it holds nothing up: no update waits for all others.
+    updates_clean = ~clean | _tree.all_finite(updates)
+    updates = jax.tree.map(lambda u: jnp.where(clean & jnp.isfinite(u), u, minus_zeros(u)), updates)
+    clean = clean & updates_clean
     one, leaf = jnp.int32(1), jnp.where(own, jnp.int32(ELSEWHERE), nonfinite_leaf)
     fields = {
         "inner_state": inner_state,

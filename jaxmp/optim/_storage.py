@@ -77,9 +77,11 @@ def store_updates(
         param, own = leaves[i], kept_leaves[i]
         if not is_narrow(param) or not hasattr(update, "dtype"):
             return update, own
-        target = value + in_float32(update)
-        new, own = storage.store(target, param, own, i)
-        return new - in_float32(param), own
+        # What is kept outlives a step, so nothing that is not finite gets there.
+        wide = in_float32(update)
+        is_finite = jnp.isfinite(wide)
+        new, own = storage.store(jnp.where(is_finite, value + wide, value), param, own, i)
+        return jnp.where(is_finite, new - in_float32(param), wide), own
 
     pairs = [stored(i, value, update) for i, (value, update) in enumerate(wanted)]
     new_kept = None if kept is None else treedef.unflatten(own for _, own in pairs)
