@@ -263,3 +263,57 @@ def test_a_train_state_of_narrow_parameters_averages_their_masters():
     for i in range(1, 5):
         mean = 0.5 * mean + 0.5 * (1 - 2.5e-4 * i)
     np.testing.assert_allclose(state.ema_params["w"], mean, rtol=1e-6)
+
+
+TRANSFORMS = WRAPPERS | {
+    "skip_nonfinite": optim.skip_nonfinite,
+    "accumulate": functools.partial(optim.accumulate, k=2),
+    "state_dtype": functools.partial(
+        optim.state_dtype, dtypes={"mu": "block8", "nu": "block8_square"}
+    ),
+}
+ODD = {
+    "w": jnp.ones((4, 300), BF16), "zero": jnp.zeros((0, 3), BF16), "scalar": jnp.ones((), BF16),
+    "none": None, "list": [jnp.ones(3)],
+}  # fmt: skip
+
+
+def partitioned(wrap):
+    labels = {"w": "a", "zero": "a", "scalar": "b", "none": None, "list": ["a"]}
+    return optax.partition({"a": wrap(optax.adam(1e-2)), "b": optax.sgd(0.1)}, labels)
+
+
+def masked(wrap):
+    mask = {"w": True, "zero": False, "scalar": True, "none": None, "list": [False]}
+    return optax.masked(wrap(optax.adam(1e-2)), mask)
+
+
+NESTINGS = {
+    "alone": lambda wrap: wrap(optax.adam(1e-2)),
+    "partition": partitioned,
+    "masked": masked,
+    "chain": lambda wrap: optax.chain(optax.clip_by_global_norm(1.0), wrap(optax.adam(1e-2))),
+    "MultiSteps": lambda wrap: optax.MultiSteps(
+        wrap(optax.adam(1e-2)), 2
+    ).gradient_transformation(),
+    "inject_hyperparams": lambda wrap: optax.inject_hyperparams(
+        lambda learning_rate: wrap(optax.adam(learning_rate))
+    )(learning_rate=1e-2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("nesting", "x64"), [*((nesting, False) for nesting in NESTINGS), ("alone", True)]
+)
+@pytest.mark.parametrize("name", list(TRANSFORMS))
+def test_everywhere_that_optax_takes_a_transform(name, nesting, x64):
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(x64):
+        params = ODD | ({"f64": jnp.ones(3, jnp.float64)} if x64 else {})
+        tx = NESTINGS[nesting](TRANSFORMS[name])
+        after, _ = run(tx, params, constant(1.0), 4)
+        assert after["w"].dtype == BF16
+        assert np.all(after["w"] != 1)
+        assert after["zero"].shape == (0, 3)
+        if x64:
+            assert after["f64"].dtype == jnp.float64

@@ -74,7 +74,11 @@ def accumulate(tx: optax.GradientTransformation, k: int) -> optax.GradientTransf
         leaves_like = updates if params is None else params
         factor = jnp.asarray(weight, jnp.float32)
         grads = inexact_only(jax.tree.map(_tree.widen_leaf, updates), leaves_like)
-        sums = jax.tree.map(lambda s, g: s + factor.astype(s.dtype) * g, state.sums, grads)
+        sums = jax.tree.map(
+            lambda s, g: s + factor.astype(s.dtype) * lax.convert_element_type(g, s.dtype),
+            state.sums,
+            grads,
+        )
         total = state.weight + factor
 
         def run(sums: Any, total: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
@@ -88,7 +92,7 @@ def accumulate(tx: optax.GradientTransformation, k: int) -> optax.GradientTransf
                 is_leaf=lambda leaf: leaf is None,
             )
             new, new_state = inner_update(inner, merged, inner_state, params, extra_args)
-            return inexact_only(new, leaves_like), _tree.like(new_state, inner_state)
+            return inexact_only(new, leaves_like), new_state
 
         def wait(sums: Any, total: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             shapes, _ = jax.eval_shape(run, sums, total, inner_state, params)

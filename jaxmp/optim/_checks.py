@@ -23,13 +23,20 @@ def inner_update(
     params: Any,
     extra_args: dict[str, Any],
 ) -> tuple[Any, Any]:
-    """Runs a wrapped transform whose gradients and parameters are f32.
+    """Runs a wrapped transform whose gradients and parameters are f32; its state keeps its dtypes.
 
     Optax's own transforms do not run under strict promotion (they mix f32 and counters); with all
     float leaves in f32 nothing is narrowed or widened by the standard one.
     """
     with jax.numpy_dtype_promotion("standard"):
-        return inner.update(grads, state, params, **extra_args)
+        updates, new_state = inner.update(grads, state, params, **extra_args)
+    if jax.tree.structure(new_state) != jax.tree.structure(state):
+        raise ValueError(
+            "The wrapped transform returned a state of another structure than it was given: "
+            f"{jax.tree.structure(new_state)} against {jax.tree.structure(state)}. A jitted step "
+            "needs one structure; restore the state that tx.init gives for these params."
+        )
+    return updates, _tree.like(new_state, state)
 
 
 def check_params(name: str, params: Any) -> None:

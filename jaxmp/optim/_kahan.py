@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxmp import _tree
 from jaxmp._rounding import narrow, round_to
 from jaxmp.optim._checks import check_params, inner_update
 from jaxmp.optim._storage import Storage, enter, full_params, in_float32, kept_of, store_updates
@@ -50,7 +51,8 @@ def kahan(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
     def init(params: Any) -> KahanState:
         check_params("kahan", params)
         compensation = kept_of(params, jnp.zeros_like)
-        return KahanState(compensation, inner.init(full_params(STORAGE, params, compensation)))
+        full = full_params(STORAGE, params, compensation)
+        return KahanState(compensation, _tree.strong(inner.init(full)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         grads, full = enter(STORAGE, updates, params, state.compensation)

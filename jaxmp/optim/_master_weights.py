@@ -60,7 +60,8 @@ def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransforma
     def init(params: Any) -> MasterWeightsState:
         check_params("master_weights", params)
         masters = kept_of(params, in_float32)
-        return MasterWeightsState(masters, inner.init(full_params(STORAGE, params, masters)))
+        full = full_params(STORAGE, params, masters)
+        return MasterWeightsState(masters, _tree.strong(inner.init(full)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         grads, full = enter(STORAGE, updates, params, state.masters)

@@ -152,10 +152,8 @@ def checked_update(
 
     def run(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any, jax.Array]:
         updates, new_state = inner_update(inner, grads, inner_state, params, extra_args)
-        _check_state(new_state, inner_state)
         check_shapes(updates, grads, params)
         updates = _tree.like(updates, grads if params is None else _wide(params))
-        new_state = _tree.like(new_state, inner_state)
         numbers = _changed_numbers(new_state, inner_state)
         if not numbers:
             return updates, new_state, jnp.bool_(True)
@@ -294,15 +292,6 @@ def fill_updates(inner_updates: Any, leaves_like: Any) -> Any:
         return np.zeros((), jax.dtypes.float0) if dtype is None else jnp.zeros_like(like)
 
     return jax.tree.map(fill, leaves_like, inner_updates, is_leaf=lambda leaf: leaf is None)
-
-
-def _check_state(new: Any, old: Any) -> None:
-    if jax.tree.structure(new) != jax.tree.structure(old):
-        raise ValueError(
-            "The wrapped transform returned a state of another structure than it was given: "
-            f"{jax.tree.structure(new)} against {jax.tree.structure(old)}. A jitted step needs "
-            "one structure; restore the state that tx.init gives for these params."
-        )
 
 
 def _wide(tree: Any) -> Any:

@@ -80,7 +80,7 @@ def state_dtype(
         full = None if params is None else jax.tree.map(_tree.widen_leaf, params)
         wide = _wide(formats, state.inner_state)
         updates, new = inner_update(inner, grads, wide, full, extra_args)
-        return updates, StateDtypeState(key, _stored(formats, _tree.like(new, wide), bits_key))
+        return updates, StateDtypeState(key, _stored(formats, new, bits_key))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -115,7 +115,7 @@ def _check_patterns(formats: Mapping[str, Any], state: Any) -> None:
     ]
     parts = {part for name in names for part in name.split("/")}
     unused = [p for p in formats if not any(re.fullmatch(p, part) for part in parts)]
-    if unused:
+    if names and unused:
         raise ValueError(
             f"{', '.join(map(repr, unused))}: no float in the optimizer's state has a path with "
             f"such a part. They are:\n{bullet_list(names)}"
@@ -129,7 +129,7 @@ def _stored(formats: Mapping[str, Any], state: Any, key: jax.Array) -> Any:
         wanted = _format_of(formats, path)
         if wanted is None or wanted == FLOAT32 or dtype_of(leaf) != FLOAT32:
             return leaf
-        bits = jax.random.bits(jax.random.fold_in(key, i), jnp.shape(leaf))
+        bits = jax.random.bits(jax.random.fold_in(key, i), jnp.shape(leaf), jnp.uint32)
         if isinstance(wanted, str):
             return encode(leaf, bits, is_square=wanted == "block8_square")
         return round_stochastically(leaf, wanted, bits).astype(wanted)

@@ -58,7 +58,7 @@ def stochastic_rounding(
     def init(params: Any) -> StochasticRoundingState:
         check_params("stochastic_rounding", params)
         full = full_params(_storage(None), params, None)
-        return StochasticRoundingState(jnp.copy(first_key), inner.init(full))
+        return StochasticRoundingState(jnp.copy(first_key), _tree.strong(inner.init(full)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         next_key, key = jax.random.split(state.key)
@@ -91,7 +91,7 @@ def _storage(key: Any) -> Storage:
         return in_float32(param)
 
     def store(target: Any, param: Any, kept: Any, leaf: int) -> tuple[Any, Any]:
-        bits = jax.random.bits(jax.random.fold_in(key, leaf), target.shape)
+        bits = jax.random.bits(jax.random.fold_in(key, leaf), target.shape, jnp.uint32)
         return round_stochastically(target, jnp.result_type(param), bits), kept
 
     return Storage("stochastic_rounding", "nothing", full, store)
