@@ -172,6 +172,7 @@ def case(name, dtype):
     return made(name), params, grads
 
 
+@functools.cache
 def moves(name):
     """Which float32 parameters the bare transform moves by its first gradient."""
     tx, params, grads = case(name, F32)

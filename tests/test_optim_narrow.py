@@ -12,6 +12,7 @@ import pytest
 import jaxmp
 from jaxmp import checkpoint, optim
 from tests.test_mixed_precision import assert_same_bits
+from tests.test_optim_contract import everything_wanted
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
@@ -302,11 +303,17 @@ NESTINGS = {
 }
 
 
+EVERYWHERE = [
+    (name, *form)
+    for name in TRANSFORMS
+    for form in [*((nesting, False) for nesting in NESTINGS), ("alone", True)]
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("nesting", "x64"), [*((nesting, False) for nesting in NESTINGS), ("alone", True)]
+    ("name", "nesting", "x64"), EVERYWHERE if everything_wanted else EVERYWHERE[::3]
 )
-@pytest.mark.parametrize("name", list(TRANSFORMS))
 def test_everywhere_that_optax_takes_a_transform(name, nesting, x64):
     with jax.numpy_dtype_promotion("standard"), jax.enable_x64(x64):
         params = ODD | ({"f64": jnp.ones(3, jnp.float64)} if x64 else {})
