@@ -11,7 +11,8 @@ import numpy as np
 from jaxmp import _tree
 from jaxmp._dtypes import FLOAT64, dtype_of, is_real_float
 from jaxmp._errors import bullet_list
-from jaxmp.optim._mixed_precision import find_mixed_precision_states
+from jaxmp.optim import MixedPrecisionState
+from jaxmp.optim._checks import named_states
 
 Entry = dict[str, Any]
 
@@ -125,7 +126,7 @@ def match(saved: dict[str, Entry], template: Any, *, cast: bool) -> dict[str, st
 
 
 def _mixed_precision_prefixes(template: Any) -> list[str]:
-    return [f"{name}/" if name else "" for name, _ in find_mixed_precision_states(template)]
+    return [f"{name}/" if name else "" for name, _ in named_states(MixedPrecisionState, template)]
 
 
 def _source(name: str, saved: dict[str, Entry], prefixes: list[str]) -> tuple[str | None, bool]:

@@ -336,7 +336,9 @@ def make_train_step(
             opt_state=opt_state,
             model_state=_tree.select_tree(after.finite, output.model_state, state.model_state),
             rng=state.rng,
-            ema_params=_update_ema(
+            ema_params=None
+            if ema_decay is None
+            else _updated_ema(
                 after.finite, ema_decay, state.ema_params, full_weights(opt_state, params)
             ),
         )
@@ -361,10 +363,7 @@ def _global_norm(grads: Any) -> jax.Array:
     return jnp.sqrt(functools.reduce(jnp.add, squares))
 
 
-def _update_ema(finite: jax.Array, decay: float | None, ema: Any, params: Any) -> Any:
-    if decay is None:
-        return None
-
+def _updated_ema(finite: jax.Array, decay: float, ema: Any, params: Any) -> Any:
     def leaf_fn(average: Any, param: Any) -> Any:
         moved = moved_average(average, param, decay)
         return jnp.where(finite, moved, average) if has_gradient(dtype_of(average)) else param

@@ -266,6 +266,17 @@ def test_a_train_state_of_narrow_parameters_averages_their_masters():
     np.testing.assert_allclose(state.ema_params["w"], mean, rtol=1e-6)
 
 
+def test_a_train_step_without_an_average_takes_several_ways_of_storing():
+    ways = {"a": optim.kahan(optax.sgd(1e-3)), "b": optim.master_weights(optax.sgd(1e-3))}
+    tx = jaxmp.mixed_precision(optax.partition(ways, {"v": "a", "w": "b"}), "mixed_bfloat16")
+    params = {"v": jnp.ones((4, 1), BF16), "w": jnp.ones((4, 1), BF16)}
+    step = jaxmp.make_train_step(
+        lambda params, x: jnp.sum(x @ params["v"] + x @ params["w"]), tx, "mixed_bfloat16"
+    )
+    _, info = step(jaxmp.TrainState.create(params, tx), jnp.ones((1, 4)))
+    assert not bool(info.skipped)
+
+
 TRANSFORMS = WRAPPERS | {
     "skip_nonfinite": optim.skip_nonfinite,
     "accumulate": functools.partial(optim.accumulate, k=2),

@@ -1,5 +1,6 @@
 """What every wrapper checks of the gradients and parameters that it is given."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -58,10 +59,9 @@ def check_structure(grads: Any, params: Any) -> None:
     if jax.tree.structure(grads) == jax.tree.structure(params):
         _tree.map_named(_check_shape, grads, params)
         return
-    have, want = set(_tree.leaf_names(grads)), set(_tree.leaf_names(params))
-    lines = [f"only in params: {name}" for name in sorted(want - have)]
-    lines += [f"only in gradients: {name}" for name in sorted(have - want)]
-    lines = lines or [f"{jax.tree.structure(grads)} against {jax.tree.structure(params)}"]
+    lines = other_names(_tree.leaf_names(grads), "gradients", _tree.leaf_names(params)) or [
+        f"{jax.tree.structure(grads)} against {jax.tree.structure(params)}"
+    ]
     raise ValueError(
         "Gradients and params have different structures:\n"
         f"{bullet_list(lines)}\n"
@@ -106,16 +106,12 @@ def check_kept(what: str, kept: Any, params: Any) -> None:
         params: the parameters.
     """
     have, want = leaves_by_name(kept), leaves_by_name(params)
-    if have.keys() != want.keys():
-        lines = [f"only in params: {name}" for name in sorted(want.keys() - have.keys())]
-        lines += [f"only in the state: {name}" for name in sorted(have.keys() - want.keys())]
-    else:
-        lines = [
-            f"{name}: {describe(have[name])} for a parameter of {describe(param)}"
-            for name, param in want.items()
-            if (have[name] is not None) != is_narrow(param)
-            or (is_narrow(param) and jnp.shape(have[name]) != jnp.shape(param))
-        ]
+    lines = other_names(have, "the state", want) or [
+        f"{name}: {describe(have[name])} for a parameter of {describe(param)}"
+        for name, param in want.items()
+        if (have[name] is not None) != is_narrow(param)
+        or (is_narrow(param) and jnp.shape(have[name]) != jnp.shape(param))
+    ]
     if lines:
         raise ValueError(
             f"The state keeps {what} for other parameters than it was given:\n"
@@ -124,16 +120,33 @@ def check_kept(what: str, kept: Any, params: Any) -> None:
         )
 
 
+def other_names(have: Iterable[str], where: str, params: Iterable[str]) -> list[str]:
+    """Returns a line for each name that only the parameters, or only something else, has."""
+    have, params = set(have), set(params)
+    lines = [f"only in params: {name}" for name in sorted(params - have)]
+    return lines + [f"only in {where}: {name}" for name in sorted(have - params)]
+
+
 def leaves_by_name(tree: Any) -> dict[str, Any]:
     """Returns the leaves of a tree by name; None counts as one."""
     pairs = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda leaf: leaf is None)
     return {_tree.path_name(path): leaf for path, leaf in pairs}
 
 
-def states_of(kind: type, opt_state: Any) -> list[Any]:
-    """Returns the states of one kind in any nesting of optimizer states."""
-    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
-    return [node for node in nodes if isinstance(node, kind)]
+def named_states(kind: type | tuple[type, ...], opt_state: Any) -> list[tuple[str, Any]]:
+    """Returns the states of some kinds in any nesting of optimizer states, each with its name.
+
+    That of the root is empty.
+    """
+    pairs = jax.tree_util.tree_leaves_with_path(
+        opt_state, is_leaf=lambda node: isinstance(node, kind)
+    )
+    return [(_tree.path_name(path), node) for path, node in pairs if isinstance(node, kind)]
+
+
+def states_of(kind: type | tuple[type, ...], opt_state: Any) -> list[Any]:
+    """Returns the states of some kinds in any nesting of optimizer states."""
+    return [state for _, state in named_states(kind, opt_state)]
 
 
 def describe(leaf: Any) -> str:

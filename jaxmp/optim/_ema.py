@@ -10,7 +10,7 @@ from jax import lax
 from jaxmp import _tree
 from jaxmp._dtypes import dtype_of, has_gradient, widened
 from jaxmp._errors import bullet_list
-from jaxmp.optim._checks import check_params, leaves_by_name, states_of
+from jaxmp.optim._checks import check_params, leaves_by_name, other_names, states_of
 
 
 class EmaState(NamedTuple):
@@ -91,7 +91,7 @@ def moved_average(average: Any, param: Any, decay: float) -> Any:
     dtype = dtype_of(average)
     if not has_gradient(dtype):
         return param
-    step = jnp.asarray(1 - decay, jnp.float32).astype(widened(dtype))
+    step = jnp.asarray(1 - decay, jnp.float32).astype(dtype)
     return average + step * (lax.convert_element_type(param, dtype) - average)
 
 
@@ -104,9 +104,7 @@ def _added(param: Any, update: Any) -> Any:
 
 
 def _check_same(average: Any, params: Any) -> None:
-    have, want = leaves_by_name(average), leaves_by_name(params)
-    lines = [f"only in params: {name}" for name in sorted(want.keys() - have.keys())]
-    lines += [f"only in the average: {name}" for name in sorted(have.keys() - want.keys())]
+    lines = other_names(leaves_by_name(average), "the average", leaves_by_name(params))
     if lines:
         raise ValueError(
             f"The average is one of other parameters:\n{bullet_list(lines)}\n"

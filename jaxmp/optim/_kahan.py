@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxmp import _tree
 from jaxmp._rounding import narrow, round_to
-from jaxmp.optim._checks import check_params, inner_update
-from jaxmp.optim._storage import Storage, enter, full_params, in_float32, kept_of, store_updates
+from jaxmp.optim._storage import Storage, in_float32, keeping
 
 
 class KahanState(NamedTuple):
@@ -46,21 +44,7 @@ def kahan(tx: optax.GradientTransformation) -> optax.GradientTransformationExtra
         >>> round(float(full_weights(state, params)["w"][0]), 3), params["w"]
         (0.99, Array([0.988281, 0.988281], dtype=bfloat16))
     """
-    inner = optax.with_extra_args_support(tx)
-
-    def init(params: Any) -> KahanState:
-        check_params("kahan", params)
-        compensation = kept_of(params, jnp.zeros_like)
-        full = full_params(STORAGE, params, compensation)
-        return KahanState(compensation, _tree.strong(inner.init(full)))
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        grads, full = enter(STORAGE, updates, params, state.compensation)
-        updates, inner_state = inner_update(inner, grads, state.inner_state, full, extra_args)
-        updates, kept = store_updates(STORAGE, params, state.compensation, full, updates)
-        return updates, KahanState(kept, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return keeping(tx, STORAGE, jnp.zeros_like, KahanState)
 
 
 def _compensated(param: Any, compensation: Any) -> jax.Array:

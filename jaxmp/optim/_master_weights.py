@@ -11,8 +11,8 @@ from jaxmp import _tree
 from jaxmp._dtypes import FLOAT32
 from jaxmp._errors import bullet_list
 from jaxmp._rounding import round_to
-from jaxmp.optim._checks import check_params, describe, inner_update, leaves_by_name, states_of
-from jaxmp.optim._storage import Storage, enter, full_params, in_float32, kept_of, store_updates
+from jaxmp.optim._checks import describe, leaves_by_name, states_of
+from jaxmp.optim._storage import Storage, in_float32, keeping
 
 
 class MasterWeightsState(NamedTuple):
@@ -55,21 +55,7 @@ def master_weights(tx: optax.GradientTransformation) -> optax.GradientTransforma
         >>> round(float(state.masters["w"][0]), 3), params["w"]
         (0.99, Array([0.988281, 0.988281], dtype=bfloat16))
     """
-    inner = optax.with_extra_args_support(tx)
-
-    def init(params: Any) -> MasterWeightsState:
-        check_params("master_weights", params)
-        masters = kept_of(params, in_float32)
-        full = full_params(STORAGE, params, masters)
-        return MasterWeightsState(masters, _tree.strong(inner.init(full)))
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
-        grads, full = enter(STORAGE, updates, params, state.masters)
-        updates, inner_state = inner_update(inner, grads, state.inner_state, full, extra_args)
-        updates, masters = store_updates(STORAGE, params, state.masters, full, updates)
-        return updates, MasterWeightsState(masters, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return keeping(tx, STORAGE, in_float32, MasterWeightsState)
 
 
 def replace_master_weights(opt_state: Any, params: Any) -> Any:

@@ -76,7 +76,7 @@ def _group(path: str, names: list[str]) -> str:
 
 
 def _bytes(leaf: Any) -> int:
-    if _tree.is_key(leaf) or jnp.issubdtype(getattr(leaf, "dtype", np.bool_), jax.dtypes.prng_key):
+    if jnp.issubdtype(getattr(leaf, "dtype", np.bool_), jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     dtype = dtype_of(leaf)
     return 0 if dtype is None else math.prod(jnp.shape(leaf)) * dtype.itemsize

@@ -10,7 +10,7 @@ import optax
 from jaxmp import _tree
 from jaxmp._errors import bullet_list
 from jaxmp.loss_scale import as_loss_scale, default_loss_scale
-from jaxmp.optim._checks import is_narrow, states_of
+from jaxmp.optim._checks import is_narrow, named_states, states_of
 from jaxmp.optim._kahan import KahanState
 from jaxmp.optim._master_weights import MasterWeightsState, master_weights
 from jaxmp.optim._skip import (
@@ -114,7 +114,7 @@ def mixed_precision(
     def init(params: Any) -> Any:
         floats = inexact_only(params, params)
         inner_state = inner.init(floats)
-        if find_mixed_precision_states(inner_state) or states_of(SkipNonfiniteState, inner_state):
+        if states_of((MixedPrecisionState, SkipNonfiniteState), inner_state):
             raise ValueError(
                 "The transform holds a mixed_precision or skip_nonfinite already, which would "
                 "scale and skip twice. Wrap the whole chain once."
@@ -130,28 +130,27 @@ def mixed_precision(
     def update(
         updates: Any, state: Any, params: Any = None, *, finite: Any = True, **extra_args: Any
     ) -> tuple[Any, Any]:
-        by_name = _by_name(finite, state.loss_scale) if several else {}
-        wanted = _all(by_name) if several else finite
-        tx = with_masters if isinstance(state.inner_state, MasterWeightsState) else inner
-        outcome = checked_update(tx, updates, state, params, finite=wanted, extra_args=extra_args)
-        verdict = outcome.finite & jnp.asarray(wanted)
-
-        def adjusted(scale: Any, verdict: Any) -> Any:
-            return _tree.like(scale.adjust(verdict), scale)
-
+        wanted = _all(_by_name(finite, state.loss_scale)) if several else finite
+        chosen = with_masters if isinstance(state.inner_state, MasterWeightsState) else inner
+        outcome = checked_update(
+            chosen, updates, state, params, finite=wanted, extra_args=extra_args
+        )
         if several:
-            loss_scale = {n: adjusted(s, by_name[n]) for n, s in state.loss_scale.items()}
+            loss_scale = {n: _adjusted(s, finite[n]) for n, s in state.loss_scale.items()}
         else:
-            loss_scale = adjusted(state.loss_scale, verdict)
+            loss_scale = _adjusted(state.loss_scale, outcome.finite & jnp.asarray(wanted))
         return outcome.updates, state._replace(loss_scale=loss_scale, **outcome.fields)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _adjusted(loss_scale: Any, finite: Any) -> Any:
+    return _tree.like(loss_scale.adjust(finite), loss_scale)
+
+
 def _stores_narrow(state: Any) -> bool:
     """Whether a transform takes care of narrow parameters itself."""
-    kinds = (KahanState, MasterWeightsState, StochasticRoundingState)
-    return any(states_of(kind, state) for kind in kinds)
+    return bool(states_of((KahanState, MasterWeightsState, StochasticRoundingState), state))
 
 
 def _by_name(finite: Any, loss_scales: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -181,7 +180,7 @@ def get_mixed_precision_state(opt_state: Any) -> MixedPrecisionState:
         >>> int(get_mixed_precision_state(tx.init({"w": jnp.ones(2)})).step)
         0
     """
-    found = find_mixed_precision_states(opt_state)
+    found = named_states(MixedPrecisionState, opt_state)
     if not found:
         raise ValueError(
             f"No loss scale in an optimizer state of type {type(opt_state).__name__}: wrap the "
@@ -211,15 +210,3 @@ def get_loss_scale(opt_state: Any) -> Any:
         32768.0
     """
     return get_mixed_precision_state(opt_state).loss_scale
-
-
-def find_mixed_precision_states(tree: Any) -> list[tuple[str, MixedPrecisionState]]:
-    """Returns every `MixedPrecisionState` in a pytree with its name; that of the root is empty."""
-    nodes = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, MixedPrecisionState)
-    )
-    return [
-        (_tree.path_name(path), node)
-        for path, node in nodes
-        if isinstance(node, MixedPrecisionState)
-    ]

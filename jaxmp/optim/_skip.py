@@ -64,7 +64,8 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
     -0.0, the one number that changes no parameter when added. A gradient counts as infinite from
     2^60 on: its square would leave f32, and an optimizer would keep it for ever. A step is skipped
     too if a number in the new state of `tx` is not finite, as when prodigy divides by the norm of
-    gradients that are all zero.
+    gradients that are all zero. NaN in an update of finite gradients becomes -0.0, and the step
+    counts as skipped.
 
     `update` takes `finite`, a bool[], as an extra argument: the step is skipped unless it is true.
     Optimizers that are to skip together, such as the two of a GAN, are given the same:
@@ -177,9 +178,11 @@ def checked_update(
     )
     # What the transform itself made NaN of finite gradients does not come through either. Counting
     # it holds nothing up: no update waits for all others.
-    updates_clean = ~clean | _tree.all_finite(updates)
-    updates = jax.tree.map(lambda u: jnp.where(clean & jnp.isfinite(u), u, minus_zeros(u)), updates)
-    clean = clean & updates_clean
+    passes = clean
+    clean = passes & _tree.all_finite(updates)
+    updates = jax.tree.map(
+        lambda u: jnp.where(passes & jnp.isfinite(u), u, minus_zeros(u)), updates
+    )
     one, leaf = jnp.int32(1), jnp.where(own, jnp.int32(ELSEWHERE), nonfinite_leaf)
     fields = {
         "inner_state": inner_state,
@@ -236,7 +239,8 @@ def _reason(state: Any, index: int) -> str:
     if index == ELSEWHERE:
         return (
             "All gradients of this optimizer are finite: either those of another one are not, or "
-            "a number in the state of the transform is not, as after gradients that are all zero."
+            "an update or a number in the state of the transform is not, as after gradients that "
+            "are all zero."
         )
     scale = getattr(getattr(state, "loss_scale", None), "loss_scale", None)
     help_of = "" if scale is None else f" The loss scale is down to {float(scale)} and cannot help."

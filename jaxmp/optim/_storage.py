@@ -5,11 +5,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from jaxmp import _tree
 from jaxmp._dtypes import FLOAT32
-from jaxmp.optim._checks import check_kept, check_params, check_structure, is_narrow
+from jaxmp.optim._checks import (
+    check_kept,
+    check_params,
+    check_structure,
+    inner_update,
+    is_narrow,
+)
 
 
 def in_float32(leaf: Any) -> jax.Array:
@@ -33,11 +40,6 @@ class Storage(NamedTuple):
     what: str
     full: Callable[[Any, Any], jax.Array]
     store: Callable[[jax.Array, Any, Any, int], tuple[jax.Array, Any]]
-
-
-def kept_of(params: Any, fun: Callable[[Any], Any]) -> Any:
-    """Returns a function of each narrow parameter, and None for all others."""
-    return jax.tree.map(lambda param: fun(param) if is_narrow(param) else None, params)
 
 
 def full_params(storage: Storage, params: Any, kept: Any) -> Any:
@@ -86,6 +88,37 @@ def store_updates(
     pairs = [stored(i, value, update) for i, (value, update) in enumerate(wanted)]
     new_kept = None if kept is None else treedef.unflatten(own for _, own in pairs)
     return treedef.unflatten(update for update, _ in pairs), new_kept
+
+
+def keeping(
+    tx: optax.GradientTransformation,
+    storage: Storage,
+    first: Callable[[Any], Any],
+    state_type: Callable[[Any, Any], Any],
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transform that keeps something of each narrow parameter.
+
+    Args:
+        tx: the wrapped transform.
+        storage: how parameters are stored.
+        first: from a narrow parameter to what is kept of it at the start.
+        state_type: makes the state, of what is kept and of the state of `tx`, in this order.
+    """
+    inner = optax.with_extra_args_support(tx)
+
+    def init(params: Any) -> Any:
+        check_params(storage.name, params)
+        kept = jax.tree.map(lambda param: first(param) if is_narrow(param) else None, params)
+        return state_type(kept, _tree.strong(inner.init(full_params(storage, params, kept))))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        kept, inner_state = state
+        grads, full = enter(storage, updates, params, kept)
+        updates, inner_state = inner_update(inner, grads, inner_state, full, extra_args)
+        updates, kept = store_updates(storage, params, kept, full, updates)
+        return updates, state_type(kept, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _aligned(params: Any, kept: Any) -> tuple[list[Any], Sequence[Any], Any]:
