@@ -1,10 +1,12 @@
 """Computing an equation anew: with other values, other dtypes, or other jaxprs inside."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun
 
@@ -33,11 +35,18 @@ def evaluate(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     operation = _operation_of(eqn)
     if operation is None:
         return _evaluate_alone(eqn, args)
+    with in_place_of(eqn):
+        results = operation(*args)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+@contextlib.contextmanager
+def in_place_of(eqn: JaxprEqn) -> Iterator[None]:
+    """Gives what is computed the source line and the scopes that an equation has."""
     scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
     line = source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes)
     with line, eqn.ctx.manager:
-        results = operation(*args)
-    return list(results) if eqn.primitive.multiple_results else [results]
+        yield
 
 
 def _evaluate_alone(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -53,6 +62,17 @@ def part_of(eqns: Sequence[JaxprEqn], inputs: Sequence[Var], outputs: Sequence[V
     return _empty_jaxpr(len(inputs), len(outputs)).replace(
         invars=list(inputs), outvars=list(outputs), eqns=list(eqns), effects=effects
     )
+
+
+def in_front(args: Sequence[Any], dims: Sequence[Any]) -> list[Any]:
+    """Returns the operands of a vmapped operation, all with the mapped axis in front."""
+    size = next(a.shape[dim] for a, dim in zip(args, dims, strict=True) if isinstance(dim, int))
+    return [
+        jnp.moveaxis(arg, dim, 0)
+        if isinstance(dim, int)
+        else jnp.broadcast_to(arg, (size, *jnp.shape(arg)))
+        for arg, dim in zip(args, dims, strict=True)
+    ]
 
 
 def shard_map_arguments(eqn: JaxprEqn) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jaxmp._dtypes import FLOAT32, HALF_DTYPES
 from jaxmp._jaxpr import Inner, aval_of, dtype_of_var, inner_jaxprs, is_cast_back, is_promotion
 from jaxmp._product import PLAIN_PRODUCTS, Dtypes
-from jaxmp._rebind import evaluate, rewritten_in, spec_of
+from jaxmp._rebind import evaluate, in_place_of, rewritten_in, spec_of
 from jaxmp.autocast import _control_flow, _rules
 from jaxmp.autocast._activation import (
     Activation,
@@ -31,6 +31,8 @@ from jaxmp.autocast._lookahead import (
     is_island,
     is_stored_narrow,
 )
+from jaxmp.autocast._pick import gather_of, scatter_of
+from jaxmp.autocast._pool import pool_of
 from jaxmp.autocast._region import Region, inside
 from jaxmp.autocast._softmax import find_softmaxes, normalize
 from jaxmp.autocast._values import (
@@ -227,7 +229,9 @@ class Interpreter:
         is_selection = id(eqn) in uses.selections and FULL in states
         is_exact = is_selection or _is_angle(states, uses.of(eqn))
         if is_full or (kind == _rules.LOW and is_exact):
-            return _in_dtype(eqn, args, FLOAT32, full_of(states))
+            is_plain = region.is_full or policy.compute_dtype == FLOAT32
+            compute = evaluate if is_plain else _slim
+            return _in_dtype(eqn, args, FLOAT32, full_of(states), compute)
         if kind == _rules.LOW:
             return _low(eqn, args, uses.of(eqn), policy)
         return _follow(eqn, args, states, uses.of(eqn), policy)
@@ -313,14 +317,38 @@ def _each_as_held(eqn: JaxprEqn, args: Sequence[Value]) -> list[Value]:
     return [Value(array, arg.state) for array, arg in zip(arrays, args, strict=True)]
 
 
-def _in_dtype(eqn: JaxprEqn, args: Sequence[Value], dtype: np.dtype, state: State) -> list[Value]:
+_SLIM = {
+    "gather": gather_of,
+    "scatter-add": scatter_of,
+    "scatter_add": scatter_of,
+    "reduce_window_max": pool_of,
+}
+
+
+def _slim(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Computes an equation; if its gradient would keep or move too much, in another way."""
+    find = _SLIM.get(eqn.primitive.name)
+    fun = None if find is None else find(eqn)
+    if fun is None:
+        return evaluate(eqn, args)
+    with in_place_of(eqn):
+        return [fun(*args)]
+
+
+def _in_dtype(
+    eqn: JaxprEqn,
+    args: Sequence[Value],
+    dtype: np.dtype,
+    state: State,
+    compute: Callable[..., list[Any]] = evaluate,
+) -> list[Value]:
     """Computes an equation with all floats in one dtype."""
     arrays = [arg.cast(dtype) for arg in args]
     if any(float_dtype(aval_of(atom)) not in (None, dtype) for atom in eqn.invars):
         eqn = rewritten_in(eqn, dtype)
     return [
         Value(array, None if float_dtype(aval_of(var)) is None else state)
-        for var, array in zip(eqn.outvars, evaluate(eqn, arrays), strict=True)
+        for var, array in zip(eqn.outvars, compute(eqn, arrays), strict=True)
     ]
 
 
@@ -350,17 +378,17 @@ def _follow(
         return _in_dtype(eqn, args, FLOAT32, (DATA if is_data else GIVEN)._replace(policy=kept))
     halves = {state.dtype for state in states if state.kind is Kind.NARROW}
     if kinds & {Kind.FULL, Kind.PURE} or len(halves) > 1:
-        return _in_dtype(eqn, args, FLOAT32, full_of(states))
+        return _in_dtype(eqn, args, FLOAT32, full_of(states), _slim)
     if is_island(uses) or policy.activation_dtype == FLOAT32:
-        return _in_dtype(eqn, args, FLOAT32, FULL)
+        return _in_dtype(eqn, args, FLOAT32, FULL, _slim)
     (half,) = halves
     if eqn.primitive.name in _rules.REPEATS:
         # What is repeated is summed in the backward pass: in f32, if it is repeated in f32.
-        (repeated,) = _in_dtype(eqn, args, FLOAT32, FULL)
+        (repeated,) = _in_dtype(eqn, args, FLOAT32, FULL, _slim)
         return [repeated.held_as(narrow(half))]
     shape = aval_of(eqn.outvars[0]).shape
     repeated = [_repeated(arg, shape, eqn.primitive.name) for arg in args]
-    return _in_dtype(eqn, repeated, half, narrow(half))
+    return _in_dtype(eqn, repeated, half, narrow(half), _slim)
 
 
 def _repeated(arg: Value, shape: Sequence[int], primitive: str) -> Value:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive, Var
@@ -18,6 +17,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jaxmp._dataflow import SHAPE_PRIMITIVES
 from jaxmp._dtypes import FLOAT32
+from jaxmp._rebind import in_front
 
 # The derivative of a softmax as a linear map: (tangent, weights, exponentials, sums) -> tangent of
 # the weights. It is its own transpose, so the backward pass is one of these too. What it is
@@ -85,15 +85,8 @@ def _transpose(cotangent: Any, tangent: Any, *kept: Any, axes: Any, dtype: Any) 
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, axes: Any, dtype: Any) -> tuple[Any, int]:
-    size = next(a.shape[dim] for a, dim in zip(args, dims, strict=True) if isinstance(dim, int))
-    moved = [
-        jnp.moveaxis(arg, dim, 0)
-        if isinstance(dim, int)
-        else jnp.broadcast_to(arg, (size, *arg.shape))
-        for arg, dim in zip(args, dims, strict=True)
-    ]
     axes = tuple(axis + 1 for axis in axes)
-    return derivative_p.bind(*moved, axes=axes, dtype=dtype), 0
+    return derivative_p.bind(*in_front(args, dims), axes=axes, dtype=dtype), 0
 
 
 derivative_p.def_impl(jax.jit(_of_weights, static_argnames=("axes", "dtype")))
