@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import Sharding
 
 # Kernels and foreign code: what is inside is not JAX's to look at.
 OPAQUE_PRIMITIVES = frozenset(
@@ -85,7 +86,7 @@ _COMBINING = frozenset({"reduce", "reduce_window", "select_and_scatter", "reduce
 def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...]:
     """Returns the jaxprs inside an equation; none for opaque primitives and plain operations."""
     name = eqn.primitive.name
-    if name in OPAQUE_PRIMITIVES or name in _COMBINING:
+    if not eqn.params or name in OPAQUE_PRIMITIVES or name in _COMBINING:
         return ()
     if name == "scan":
         return (_scan(eqn),)
@@ -133,6 +134,19 @@ def _calls(eqn: JaxprEqn) -> Iterator[Inner]:
                 devices=_devices(eqn),
                 consts=consts_of(closed),
             )
+
+
+def is_plain_call(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a jit that says nothing of shardings, layouts, memory or compilers."""
+    if eqn.primitive.name != "jit" or len(inner_jaxprs(eqn)) != 1:
+        return False
+    params = eqn.params
+    shardings = (*params["in_shardings"], *params["out_shardings"])
+    layouts = (*params["in_layouts"], *params["out_layouts"])
+    is_placed = any(isinstance(each, Sharding) for each in shardings) or any(layouts)
+    is_inline = getattr(params["inline"], "value", params["inline"]) not in (False, "auto")
+    says = (is_placed, is_inline, *params["donated_invars"], params["compiler_options_kvs"])
+    return not any(says)
 
 
 _JAXPRS = (ClosedJaxpr, Jaxpr)

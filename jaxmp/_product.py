@@ -359,13 +359,13 @@ def _cpu_matmul(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     left, right = lax.optimization_barrier((left, right))
     numbers = (((2,), (2,)), ((0,), (0,)))
     result = lax.dot_general(left, right, numbers, preferred_element_type=FLOAT32)
-    return lax.optimization_barrier(result).reshape([*batch, *rows, *columns])
+    return lax.reshape(lax.optimization_barrier(result), [*batch, *rows, *columns])
 
 
 def _as_matrices(x: Any, batch: Sequence[int], free: Sequence[int], summed: Sequence[int]) -> Any:
     """Returns an operand as [batch, free, contracted]."""
     sizes = [math.prod(x.shape[i] for i in axes) for axes in (batch, free, summed)]
-    return lax.transpose(x, [*batch, *free, *summed]).reshape(sizes)
+    return lax.reshape(lax.transpose(x, [*batch, *free, *summed]), sizes)
 
 
 def _lowering(compute: Callable[..., Any]) -> Any:

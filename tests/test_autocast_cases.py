@@ -529,6 +529,7 @@ class TestCasts:
                 [
                     (eqn.primitive.name, *(str(v.aval) for v in [*eqn.invars, *eqn.outvars]))
                     for eqn in traced(f, x)
+                    if eqn.primitive.name != "jit"  # small calls are computed in their place
                 ]
                 for f in (autocast(fun), fun)
             )

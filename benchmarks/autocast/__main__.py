@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trace = _command(commands, "trace", "CPU seconds to trace and lower a GPT's step", _trace.run)
     trace.add_argument("--layers", type=int, nargs="+", default=[4, 16, 64])
     trace.add_argument("--rounds", type=int, default=5)
+    text = f"to lower for, may be repeated; default: {', '.join(_trace.PLATFORMS)}"
+    trace.add_argument("--platform", action="append", choices=_trace.PLATFORMS, help=text)
     _add_recipes(trace, _trace.RECIPES)
     error = _command(commands, "error", "error of a GPT's gradients", _error.run)
     error.add_argument("--layers", type=int, nargs="+", default=[2, 8])

@@ -9,7 +9,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from jaxmp._jaxpr import Inner, inner_jaxprs
-from jaxmp._rebind import evaluate, shard_map_arguments, with_jaxprs
+from jaxmp._rebind import evaluate, in_place_of, shard_map_arguments, with_jaxprs
 from jaxmp.autocast import _custom_rules
 from jaxmp.autocast._call import Call
 from jaxmp.autocast._lookahead import DELICATE, Uses, accumulators, is_island
@@ -25,9 +25,22 @@ def call(
     interpreter: "Interpreter", eqn: JaxprEqn, args: list[Value], uses: Uses, region: Region
 ) -> list[Value]:
     """Computes an equation that has jaxprs inside."""
+    if id(eqn) in uses.inlined and not region.is_full:
+        return _inline(interpreter, eqn, args, uses, region)
     wanted = [uses.of_var.get(var, 0) for var in eqn.outvars]
     handler = _HANDLERS.get(eqn.primitive.name, _call)
     return handler(Call(interpreter, eqn, args, wanted, region))
+
+
+def _inline(
+    interpreter: "Interpreter", eqn: JaxprEqn, args: list[Value], uses: Uses, region: Region
+) -> list[Value]:
+    """Computes what a call computes in its place."""
+    (inner,) = inner_jaxprs(eqn)
+    wanted = [uses.of_var.get(var, 0) for var in eqn.outvars]
+    inside = interpreter.lookahead.uses(inner.jaxpr, wanted, region)
+    with in_place_of(eqn):
+        return interpreter.run(inner.jaxpr, inner.consts, args, inside, region)
 
 
 def _jit(call: Call) -> list[Value]:

@@ -1,5 +1,6 @@
 """Where values lead to: what decides which of them stay in f32."""
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from jaxmp._dtypes import HALF_DTYPES
-from jaxmp._jaxpr import Inner, aval_of, dtype_of_var, inner_jaxprs, is_cast_back
+from jaxmp._jaxpr import Inner, aval_of, dtype_of_var, inner_jaxprs, is_cast_back, is_plain_call
 from jaxmp.autocast import _rules
 from jaxmp.autocast._region import Region, backward_depth, inside
 from jaxmp.autocast._values import float_dtype
@@ -51,11 +52,14 @@ class Uses:
         of_var: of each variable that is used.
         selections: the ids of products that select entries for delicate operations, by one-hot
             vectors. Of values in full precision they do so in f32, as an index would.
+        inlined: the ids of small calls whose jaxprs are called once: what they compute is computed
+            in their place. JAX differentiates a jaxpr once for all its calls, so others stay.
     """
 
     inputs: tuple[int, ...]
     of_var: dict[Var, int]
     selections: frozenset[int]
+    inlined: frozenset[int]
 
     def of_atom(self, atom: Any) -> int:
         """Returns the uses of a variable."""
@@ -131,7 +135,7 @@ class Lookahead:
             for atom, uses in zip(eqn.invars, wanted, strict=True):
                 use(atom, uses, depth, is_linear=is_linear, for_later=for_later)
         inputs = tuple(of_var.get(var, 0) or later.get(var, 0) for var in jaxpr.invars)
-        return Uses(inputs, of_var, frozenset(selections))
+        return Uses(inputs, of_var, frozenset(selections), _called_once(jaxpr))
 
     def _of_inputs(self, eqn: JaxprEqn, results: list[int], region: Region) -> Sequence[int]:
         region = inside(eqn, region)
@@ -210,6 +214,23 @@ def _selectors(jaxpr: Jaxpr) -> set[Var]:
             pairs = zip(eqn.outvars, inners[0].jaxpr.outvars, strict=True)
             found.update(var for var, own in pairs if isinstance(own, Var) and own in inside)
     return found
+
+
+_SMALL = 32  # equations
+
+
+def _called_once(jaxpr: Jaxpr) -> frozenset[int]:
+    """Returns the ids of the small calls of jaxprs that are called once."""
+    eqns = [eqn for eqn in jaxpr.eqns if is_plain_call(eqn) and any(map(is_float, eqn.invars))]
+    calls = [(eqn, inner_jaxprs(eqn)[0].jaxpr) for eqn in eqns]
+    times = collections.Counter(id(called) for _, called in calls)
+    once = [(eqn, called) for eqn, called in calls if times[id(called)] == 1]
+    return frozenset(id(eqn) for eqn, called in once if _size(called) <= _SMALL)
+
+
+def _size(jaxpr: Jaxpr) -> int:
+    inners = [inner for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)]
+    return len(jaxpr.eqns) + sum(_size(inner.jaxpr) for inner in inners)
 
 
 def _tangents(jaxpr: Jaxpr, count: int) -> set[Var]:

@@ -33,9 +33,10 @@ class _Rows(NamedTuple):
     clips: bool
 
     def places(self, indices: jax.Array, size: int) -> jax.Array:
-        """Returns the index of each row of this size."""
-        places = lax.reshape(indices, self.shape)
-        return lax.clamp(0, places, size - 1) if self.clips else places
+        """Returns the index of each row of this size, in a dtype that holds the size."""
+        dtype = indices.dtype if indices.dtype.itemsize >= 4 else np.dtype(np.int32)
+        places = lax.reshape(indices, self.shape).astype(dtype)
+        return jnp.clip(places, 0, size - 1) if self.clips else places
 
 
 def gather_of(eqn: JaxprEqn) -> Callable[..., jax.Array] | None:
@@ -88,7 +89,6 @@ def _rows(eqn: JaxprEqn, along: Sequence[int], batching_dims: Sequence[int]) -> 
 def _put(entries: jax.Array, places: jax.Array, axis: int, shape: Sequence[int]) -> jax.Array:
     """Returns rows of zeros with one entry each; none where its place is out of bounds."""
     others = tuple(i for i in range(len(shape)) if i != axis)
-    places = places.astype(jnp.promote_types(places.dtype, np.int32))
     along = lax.broadcasted_iota(places.dtype, shape, axis)
     entries, places = (lax.broadcast_in_dim(x, shape, others) for x in (entries, places))
     return lax.select(along == places, entries, jnp.zeros_like(entries))

@@ -138,7 +138,7 @@ def _unpooled(cotangent: jax.Array, array: jax.Array, places: jax.Array, *, wind
 
 
 def _plain(array: jax.Array, *, window: Window) -> jax.Array:
-    low = jnp.asarray(-math.inf, array.dtype)
+    low = np.asarray(-math.inf, array.dtype)  # an array of JAX would be one of any reduction
     return lax.reduce_window(array, low, lax.max, *window)
 
 
