@@ -80,7 +80,10 @@ def state_dtype(
         full = None if params is None else jax.tree.map(_tree.widen_leaf, params)
         wide = _wide(formats, state.inner_state)
         updates, new = inner_update(inner, grads, wide, full, extra_args)
-        return updates, StateDtypeState(key, _stored(formats, new, bits_key))
+        stored = jax.tree.leaves(_stored(formats, new, bits_key))
+        # Blocks come back as what they were given as.
+        structure = jax.tree.structure(state.inner_state)
+        return updates, StateDtypeState(key, structure.unflatten(stored))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -140,12 +143,20 @@ def _stored(formats: Mapping[str, Any], state: Any, key: jax.Array) -> Any:
 def _wide(formats: Mapping[str, Any], state: Any) -> Any:
     def wide(path: Any, leaf: Any) -> Any:
         wanted = _format_of(formats, path)
-        if isinstance(leaf, Blocks):
-            return decode(leaf, is_square=wanted == "block8_square")
+        if _is_blocks(leaf):
+            return decode(_as_blocks(leaf), is_square=wanted == "block8_square")
         if wanted in HALF_DTYPES and dtype_of(leaf) == wanted:
             return lax.convert_element_type(leaf, FLOAT32)
         return leaf
 
-    return jax.tree_util.tree_map_with_path(
-        wide, state, is_leaf=lambda node: isinstance(node, Blocks)
-    )
+    return jax.tree_util.tree_map_with_path(wide, state, is_leaf=_is_blocks)
+
+
+def _is_blocks(node: Any) -> bool:
+    """Whether a node is an array in blocks; `nnx.Optimizer` makes a mapping of such a pair."""
+    is_mapping = isinstance(node, Mapping) and set(node) == set(Blocks._fields)
+    return is_mapping or isinstance(node, Blocks)
+
+
+def _as_blocks(node: Any) -> Blocks:
+    return Blocks(**node) if isinstance(node, Mapping) else node
