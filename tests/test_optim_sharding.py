@@ -18,9 +18,7 @@ SHAPES = {"a": (64, 512), "b": (8,), "c": (4, 3, 16)}
 SPECS = {"a": P("x", None), "b": P(), "c": P("x")}
 TRANSFORMS = {
     "masters": (optim.master_weights(optax.adam(1e-2)), BF16),
-    "kahan": (optim.kahan(optax.adam(1e-2)), BF16),
     "stochastic rounding": (optim.stochastic_rounding(optax.adam(1e-2), key=0), BF16),
-    "blocks": (optim.state_dtype(optax.adam(1e-2), EIGHT_BITS), F32),
     "all of it": (
         optim.accumulate(
             jaxmp.mixed_precision(
