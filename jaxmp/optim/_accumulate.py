@@ -116,4 +116,4 @@ def accumulate(tx: optax.GradientTransformation, k: int) -> optax.GradientTransf
 
 
 def _zeros(param: Any) -> jax.Array:
-    return jnp.zeros(jnp.shape(param), widened(jnp.result_type(param)))
+    return jnp.zeros_like(param, dtype=widened(jnp.result_type(param)))  # where the parameter lies
