@@ -96,7 +96,8 @@ def inner_jaxprs(eqn: JaxprEqn) -> tuple[Inner, ...]:
         return tuple(_branches(eqn))
     if name == "custom_linear_solve":
         return (_linear_solve(eqn),)
-    return tuple(_calls(eqn))
+    jaxprs = _jaxprs_in(eqn.params)
+    return tuple(_calls(eqn, jaxprs)) if jaxprs else ()
 
 
 def _linear_solve(eqn: JaxprEqn) -> Inner:
@@ -114,7 +115,7 @@ def is_opaque(eqn: JaxprEqn) -> bool:
     if name in OPAQUE_PRIMITIVES:
         return True
     unknown = name.startswith("bcoo_") or name == "call_hi_primitive"
-    hidden = any(_jaxprs_in(eqn.params)) and name not in _COMBINING and not _combines(name)
+    hidden = bool(_jaxprs_in(eqn.params)) and name not in _COMBINING and not _combines(name)
     return not inner_jaxprs(eqn) and (unknown or hidden)
 
 
@@ -122,9 +123,9 @@ def _combines(name: str) -> bool:
     return name.startswith(("scatter", "reduce", "select_and", "custom_"))
 
 
-def _calls(eqn: JaxprEqn) -> Iterator[Inner]:
+def _calls(eqn: JaxprEqn, jaxprs: Sequence[Any]) -> Iterator[Inner]:
     """Jaxprs that take all inputs and give all outputs: jit, remat, custom rules, shard_map."""
-    for closed in _jaxprs_in(eqn.params):
+    for closed in jaxprs:
         jaxpr = open_jaxpr(closed)
         if len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars):
             yield Inner(
@@ -152,11 +153,14 @@ def is_plain_call(eqn: JaxprEqn) -> bool:
 _JAXPRS = (ClosedJaxpr, Jaxpr)
 
 
-def _jaxprs_in(params: dict[str, Any]) -> Iterator[Any]:
+def _jaxprs_in(params: dict[str, Any]) -> list[Any]:
+    found: list[Any] = []
     for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, _JAXPRS):
-                yield item
+        if isinstance(value, _JAXPRS):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += [item for item in value if isinstance(item, _JAXPRS)]
+    return found
 
 
 def _devices(eqn: JaxprEqn) -> int:
@@ -276,6 +280,8 @@ _REPEATED = re.compile(r"(transpose\(jvp\((.*?)\)\))/jvp\(\2\)")
 _TRANSFORM = re.compile(r"(?:^|(?<=[/(]))\w+\((?=.*\))")
 # Names of scopes by which autocast marks what it made, and what it is to leave in float32.
 AUTOCAST_SCOPE, FULL_PRECISION_SCOPE = "jaxmp.autocast", "jaxmp.full_precision"
+# A scope with a policy of its own, which stands in the brackets.
+POLICY_SCOPE = "jaxmp.policy"
 _NOT_MODULES = frozenset(
     {"", "rematted_computation", "checkpoint", AUTOCAST_SCOPE, FULL_PRECISION_SCOPE}
 )
@@ -290,7 +296,12 @@ def module_path(name_stack: str) -> str:
     """
     names = _TRANSFORM.sub("", _REPEATED.sub(r"\1", name_stack)).replace(")", "").split("/")
     # jnp.einsum names what it makes by its subscripts.
-    return "/".join(name for name in names if name not in _NOT_MODULES and "->" not in name)
+    return "/".join(filter(_is_module, names))
+
+
+def _is_module(name: str) -> bool:
+    # jnp.einsum names what it makes by its subscripts.
+    return name not in _NOT_MODULES and "->" not in name and not name.startswith(POLICY_SCOPE)
 
 
 @functools.cache

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, Var, jaxpr_as_fun
+from jax.interpreters.partial_eval import DynamicJaxprTracer
 
 from jaxmp._jaxpr import inner_jaxprs, open_jaxpr
 
@@ -32,7 +34,7 @@ def _empty_jaxpr(inputs: int, outputs: int) -> Jaxpr:
 
 def evaluate(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Computes an equation with other values, at the source line and in the scopes it has."""
-    operation = _operation_of(eqn)
+    operation = _operation_of(eqn, args)
     if operation is None:
         return _evaluate_alone(eqn, args)
     with in_place_of(eqn):
@@ -95,13 +97,16 @@ def inlined(fun: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(fun, inline=early)
 
 
-def _operation_of(eqn: JaxprEqn) -> Callable[..., Any] | None:
-    """Returns a plain operation as a jitted function, the same for the same operation.
+def _operation_of(eqn: JaxprEqn, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """Returns a plain operation as a function of its operands.
 
-    JAX differentiates and transposes a call once, and an operation each time; so does jax.numpy.
+    Where it is differentiated that is a jitted function, the same for the same operation, since JAX
+    differentiates and transposes a call once, and an operation each time; so does jax.numpy.
     """
     if inner_jaxprs(eqn) or eqn.effects:
         return None
+    if all(isinstance(arg, DynamicJaxprTracer) for arg in args if isinstance(arg, Tracer)):
+        return functools.partial(eqn.primitive.bind, **eqn.params)
     try:
         return _operation(eqn.primitive, tuple(sorted(eqn.params.items())))
     except TypeError:  # parameters that have no hash

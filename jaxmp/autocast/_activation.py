@@ -4,6 +4,7 @@ Inside of it numbers are f32, and are rounded once. JAX would keep three factors
 of a GELU for the backward pass, each a narrow array; the derivative itself is one.
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -231,6 +232,7 @@ def in_one_step(fun: Callable[..., Any], dtype: np.dtype) -> Callable[..., Any]:
         dtype: of the array and of the result.
     """
 
+    @functools.cache
     def slope(place: int) -> Callable[..., Any]:
         def along(array: Any, *numbers: Any) -> Any:
             primals = (array.astype(FLOAT32), *numbers)
@@ -238,8 +240,6 @@ def in_one_step(fun: Callable[..., Any], dtype: np.dtype) -> Callable[..., Any]:
             return kept_p.bind(jax.jvp(fun, primals, tuple(tangents))[1].astype(dtype))
 
         return inlined(along)
-
-    slopes: dict[int, Callable[..., Any]] = {}
 
     def function(array: Any, *numbers: Any) -> Any:
         return fun(array.astype(FLOAT32), *numbers).astype(dtype)
@@ -249,7 +249,7 @@ def in_one_step(fun: Callable[..., Any], dtype: np.dtype) -> Callable[..., Any]:
         for place, tangent in enumerate(tangents):
             if isinstance(tangent, SymbolicZero):
                 continue
-            factor = slopes.setdefault(place, slope(place))(*primals)
+            factor = slope(place)(*primals)
             # The gradient of a number is a sum.
             wide = factor if place == 0 else factor.astype(FLOAT32)
             moved.append((wide * tangent).astype(dtype))

@@ -182,20 +182,28 @@ class Interpreter:
         state = operands[0].state
         if state is None or state.kind is not Kind.NARROW:
             return None
-        if not is_one_step(activation, state.dtype, leads_to, region):
-            return None
-        key = (activation.key, state, region)
+        key = (activation.key, state, leads_to, region)
         if key not in self._activations:
-            inner = Inner(activation.jaxpr, (), ())
-            entering = [FULL] * len(operands)
-            closed, _ = self.rewrite(inner, entering, [DELICATE], region.in_full())
-
-            def fun(*arrays: Any) -> Any:
-                return jaxpr_as_fun(closed)(*arrays)[0]
-
-            self._activations[key] = in_one_step(fun, state.dtype)
+            is_one = is_one_step(activation, state.dtype, leads_to, region)
+            step = self._in_one_step(activation, state.dtype, region) if is_one else None
+            self._activations[key] = step
+        step = self._activations[key]
+        if step is None:
+            return None
         numbers = [number.cast(FLOAT32) for number in operands[1:]]
-        return Value(self._activations[key](operands[0].array, *numbers), state)
+        return Value(step(operands[0].array, *numbers), state)
+
+    def _in_one_step(
+        self, activation: Activation, dtype: np.dtype, region: Region
+    ) -> Callable[..., Any]:
+        inner = Inner(activation.jaxpr, (), ())
+        entering = [FULL] * len(activation.inputs)
+        closed, _ = self.rewrite(inner, entering, [DELICATE], region.in_full())
+
+        def fun(*arrays: Any) -> Any:
+            return jaxpr_as_fun(closed)(*arrays)[0]
+
+        return in_one_step(fun, dtype)
 
     def _settle(self, eqn: JaxprEqn, args: list[Value], uses: Uses, region: Region) -> None:
         """Narrows what was gathered from a table, where it is used for more than being added to.

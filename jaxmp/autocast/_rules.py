@@ -4,7 +4,7 @@ The classes follow torch.autocast and TensorFlow's automatic mixed precision whe
 docs/autocast.md.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,14 +104,14 @@ def class_of(eqn: JaxprEqn, policy: Policy) -> str:
 
 def _is_of_real_floats(eqn: JaxprEqn) -> bool:
     """Whether all floats that an equation takes or gives are f16, bf16 or f32, and any is."""
-    operands = [np.dtype(d) for d in map(dtype_of_var, eqn.invars) if _is_wide_number(d)]
-    results = [np.dtype(d) for d in map(dtype_of_var, eqn.outvars) if _is_wide_number(d)]
-    return bool(operands) and all(map(is_real_float, (*operands, *results)))
+    operands = _wide_numbers(eqn.invars)
+    return bool(operands) and all(map(is_real_float, operands + _wide_numbers(eqn.outvars)))
 
 
-def _is_wide_number(dtype: Any) -> bool:
-    """Whether a dtype is that of floats or complex numbers."""
-    return isinstance(dtype, np.dtype) and dtype.kind in "fcV"
+def _wide_numbers(atoms: Sequence[Any]) -> list[np.dtype]:
+    """Returns the dtypes of floats and complex numbers."""
+    dtypes = map(dtype_of_var, atoms)
+    return [d for d in dtypes if isinstance(d, np.dtype) and d.kind in "fcV"]
 
 
 def asks_for_float32(eqn: JaxprEqn) -> bool:

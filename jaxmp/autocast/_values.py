@@ -1,6 +1,8 @@
 """In which dtype a value is held, and why."""
 
 import enum
+import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -166,8 +168,12 @@ def fits(number: Any, dtype: np.dtype) -> bool:
     """Whether a half dtype holds a finite number: it neither overflows nor loses its digits."""
     if np.size(number) != 1:
         return True
-    value = float(np.asarray(number, np.float64).reshape(()))
-    if not np.isfinite(value):
+    return _fits(float(np.asarray(number, np.float64).reshape(())), dtype)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fits(value: float, dtype: np.dtype) -> bool:
+    if not math.isfinite(value):
         return True
     with np.errstate(over="ignore"):
         held = float(np.asarray(value).astype(dtype))
