@@ -55,6 +55,11 @@ def autocast(
     check_runnable(policy)
     if not policy.compute_dtypes() & HALF_DTYPES:
         return _as_it_is(fun)
+    return rewritten(fun, policy)
+
+
+def rewritten(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """`autocast` for a function that may have policies of its own inside."""
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -15,11 +15,12 @@ from jaxmp._dtypes import FLOAT32
 from jaxmp._jaxpr import (
     AUTOCAST_SCOPE,
     FULL_PRECISION_SCOPE,
+    POLICY_SCOPE,
     dtype_of_var,
     inner_jaxprs,
     module_path,
 )
-from jaxmp.policy import Policy
+from jaxmp.policy import Policy, get_policy
 
 
 def full_precision(fun: Callable[..., Any] | None = None) -> Any:
@@ -46,6 +47,15 @@ def _in_full_precision() -> Iterator[None]:
         yield
 
 
+def policy_scope(policy: Policy) -> Any:
+    """Within an autocast function, computes what is traced inside under another policy.
+
+    Args:
+        policy: without rules.
+    """
+    return jax.named_scope(f"{POLICY_SCOPE}[{policy}]")
+
+
 def autocast_scope() -> Any:
     """Marks what an autocast function computes, for an autocast around it."""
     return jax.named_scope(AUTOCAST_SCOPE)
@@ -56,7 +66,7 @@ class Region:
     """A part of a program under one policy.
 
     Attributes:
-        policy: that of the whole function, with its rules.
+        policy: that of the whole function, with its rules, or of the innermost `policy_scope`.
         stack: the name stack of the equations around; empty if no rule looks at it.
         is_written: whether another autocast has been here: dtypes stay as they are.
         is_full: whether all is computed in f32.
@@ -88,10 +98,16 @@ class Region:
         return self.policy.for_path(self.path)
 
 
+_POLICY = re.compile(rf"{re.escape(POLICY_SCOPE)}\[([^\]]*)\]")
+
+
 @functools.lru_cache(maxsize=65536)
 def _enter(region: Region, name_stack: Any) -> Region:
     names = str(name_stack)
     is_written = region.is_written or AUTOCAST_SCOPE in names
+    policies = _POLICY.findall(names)
+    if policies:
+        region, names = Region(get_policy(policies[-1])), names.rpartition(POLICY_SCOPE)[2]
     is_full = region.is_full or FULL_PRECISION_SCOPE in names
     stack = f"{region.stack}/{names}" if region.policy.rules and names else region.stack
     entered = Region(region.policy, stack, is_written, is_full)

@@ -1,0 +1,444 @@
+"""Flax NNX: models in mixed precision, by rules on the paths and types of their modules.
+
+`wrap(model, policy)` is the model with its calls in mixed precision, and `value_and_grad` gives
+true f32 gradients for `nnx.Optimizer(model, jaxmp.mixed_precision(tx, policy), wrt=nnx.Param)`.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxmp import _tree, train
+from jaxmp._dtypes import FLOAT32, HALF_DTYPES, dtype_name
+from jaxmp._modules import (
+    Found,
+    ModuleRules,
+    PolicyTable,
+    call,
+    own_param_dtype,
+    policy_table,
+)
+from jaxmp.audit import audit
+from jaxmp.autocast._region import policy_scope
+from jaxmp.optim._skip import CLEAN, LARGEST_GRADIENT
+from jaxmp.policy import Policy, get_policy
+
+__all__ = ["unwrap", "value_and_grad", "wrap"]
+
+M = TypeVar("M", bound=nnx.Module)
+
+
+def wrap(
+    model: M,
+    policy: Policy | str,
+    *,
+    rules: Mapping[Any, Any] | Iterable[tuple[Any, Any]] | None = None,
+    methods: Sequence[str] = ("__call__",),
+) -> M:
+    """Returns an NNX model whose calls are computed under a policy.
+
+    The state, its paths and what is shared in it are those of `model`, of which this is a copy:
+    checkpoints fit both. It works with `nnx.jit`, `nnx.split`, `nnx.Optimizer` and the rest, and
+    inside may be `nnx.scan`, `nnx.vmap` and `nnx.remat`. Parameters (`nnx.Param`) are stored in
+    `param_dtype`; batch statistics, RNG state and other variables stay as they are. A call computes
+    as `jaxmp.autocast` does, its operations are named by the paths of modules
+    ("blocks/0/attn/query"), and its result is cast to `output_dtype`.
+
+    Args:
+        model: an instance of `nnx.Module`.
+        policy: a policy or the name of one. Its rules are regular expressions that are found in
+            the path of a module, or of one of its parameters ("blocks/0/attn/query/kernel"). A rule
+            holds for the modules inside too; of several the last wins. A module that is shared has
+            the first of its paths, in the order of `nnx.iter_modules`.
+        rules: more of them, after those of the policy; the pattern may be a type of modules too,
+            such as `nnx.LayerNorm`, and then holds for its subclasses.
+        methods: those that compute. Others, and modules inside that are called from outside, are
+            not changed; a loss function in `jaxmp.nnx.value_and_grad` may call them all.
+
+    A module that was given a `dtype` computes in that, whatever the rules say, and parameters that
+    it is told to store in half stay half. `wrapped.policy_table(*args)`, with the arguments of a
+    call, shows which module computes in what.
+
+    Raises:
+        TypeError: if `model` is no NNX module, or a class instead of an instance.
+        ValueError: if it is wrapped already, lacks a method, or a rule holds for nothing.
+
+    Example:
+        >>> model = wrap(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+        >>> model.kernel.dtype, model(jnp.ones((1, 2))).dtype
+        (dtype('float32'), dtype('float32'))
+        >>> print(model.policy_table(jnp.ones((1, 2))))
+        Policies of modules
+         module   type     params    products     policy           from
+         ────────────────────────────────────────────────────────────────
+         (root)   Linear   float32   1 bfloat16   mixed_bfloat16   policy
+    """
+    _check(model)
+    missing = [name for name in methods if not callable(getattr(type(model), name, None))]
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} has no method {missing[0]!r}: name those that compute, "
+            "wrap(model, policy, methods=[...])."
+        )
+    parsed = ModuleRules.parse(policy, rules)
+    modules = _modules(model)
+    leaves = _leaves_by_module(model, modules)
+    names = [f"{path}/{name}".lstrip("/") for path, own in leaves.items() for name in own]
+    unused = parsed.unused(modules, names)
+    if unused:
+        raise ValueError(parsed.message_of_unused(unused, modules, map(type, modules.values())))
+    copy = _stored(model, modules, _find_all(parsed, modules, leaves))
+    copy.__class__ = _wrapped_class(type(model), parsed, tuple(methods))
+    return copy
+
+
+def unwrap(model: M) -> M:
+    """Returns the model that was wrapped: a copy with the state of now, in the dtypes of now.
+
+    Example:
+        >>> model = wrap(nnx.Linear(2, 4, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+        >>> type(unwrap(model)) is nnx.Linear
+        True
+    """
+    if not _is_wrapped(model):
+        raise TypeError(f"{type(model).__name__} is not wrapped: pass what jaxmp.nnx.wrap gave.")
+    copy = nnx.clone(model)
+    copy.__class__ = vars(type(model))["wrapped_class"]
+    return copy
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any],
+    policy: Policy | str,
+    *,
+    wrt: Any = nnx.Param,
+    has_aux: bool = False,
+    loss_scale: Any = None,
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` under a policy: true f32 loss and gradients.
+
+    The whole loss function is computed under the policy, with its modules under the rules that the
+    model was wrapped with, if it was. If a gradient is not finite, so that the optimizer will skip
+    the step, batch statistics, RNG state and all other variables stay as they were, bit for bit.
+
+    Args:
+        loss_fn: called as `loss_fn(model, ...)`; returns a scalar loss, or `(loss, aux)`.
+        policy: a policy or the name of one.
+        wrt: which variables of the model are differentiated: a filter of NNX.
+        has_aux: whether `loss_fn` returns a pair.
+        loss_scale: a loss scale, usually `jaxmp.get_loss_scale(optimizer.opt_state)`.
+
+    Returns:
+        A function of the arguments of `loss_fn` that returns `(loss, grads)`, or
+        `((loss, aux), grads)`: loss f32[], gradients f32 in an `nnx.State`, for
+        `optimizer.update(model, grads)`.
+
+    Warns:
+        UserWarning: if anything is computed in f16 and no loss scale is given.
+
+    Example:
+        >>> model = wrap(nnx.Linear(2, 1, rngs=nnx.Rngs(0)), "mixed_bfloat16")
+        >>> grad_fn = value_and_grad(lambda model, x: jnp.mean(model(x)), "mixed_bfloat16")
+        >>> loss, grads = grad_fn(model, jnp.ones((3, 2)))
+        >>> loss.dtype, grads["kernel"].shape, grads["kernel"].dtype
+        (dtype('float32'), (2, 1), dtype('float32'))
+    """
+    policy = get_policy(policy)
+
+    @functools.wraps(loss_fn)
+    def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_module(model)
+        rules = _rules_of(model, policy)
+        nodes = (model, args, kwargs)
+
+        def of_model(path: Any, value: Any) -> bool:
+            return path[0] == 0 and nnx.filterlib.to_predicate(wrt)(path[1:], value)
+
+        graphdef, wanted, params, rest = nnx.split(nodes, of_model, nnx.Param, ...)
+
+        def fun(wanted: Any, params: Any, rest: Any) -> Any:
+            inner, args, kwargs = _merged(graphdef, wanted, params, rest)
+            before = _values(inner, args, kwargs)
+            _enter_scopes(inner, rules, policy)
+            results = loss_fn(inner, *args, **kwargs)
+            loss, aux = results if has_aux else (results, None)
+            return loss, (aux, _changed(before, inner, args, kwargs))
+
+        low = fun if policy.compute_dtypes() & HALF_DTYPES else rules.autocast(fun)
+        grad_fn = train.value_and_grad(
+            low, policy, has_aux=True, loss_scale=_without_variables(loss_scale)
+        )
+        full = _tree.cast_floats(params, FLOAT32)
+        (loss, (aux, changed)), grads = grad_fn(wanted, full, rest)
+        finite = _tree.first_nonfinite(grads, LARGEST_GRADIENT) == CLEAN
+        _update(nodes, changed, finite)
+        return ((loss, aux) if has_aux else loss), grads[0]
+
+    return wrapped
+
+
+def _check_module(model: Any) -> None:
+    if isinstance(model, type) and issubclass(model, nnx.Module):
+        raise TypeError(
+            f"{model.__name__} is a class: pass an instance, {model.__name__}(..., rngs=...)."
+        )
+    if not isinstance(model, nnx.Module):
+        raise TypeError(
+            f"{type(model).__name__} is no NNX module. Pass an instance of nnx.Module; for Linen "
+            "use jaxmp.linen, for functions jaxmp.autocast and jaxmp.value_and_grad."
+        )
+
+
+def _check(model: Any) -> None:
+    _check_module(model)
+    for path, module in nnx.iter_modules(model):
+        if _is_wrapped(module):
+            name = "/".join(map(str, path))
+            where = f", at {name!r}" if name else ""
+            raise ValueError(
+                f"This {type(module).__name__}{where} is wrapped already. Wrap the outermost "
+                "module once, with all rules; jaxmp.nnx.unwrap gives the model without."
+            )
+
+
+def _is_wrapped(module: Any) -> bool:
+    return "module_rules" in vars(type(module))
+
+
+def _policy_table(self: Any, *args: Any, **kwargs: Any) -> PolicyTable:
+    """Returns which module computes in what, for the arguments of a call; runs nothing."""
+    graphdef, params, rest = nnx.split((self, args, kwargs), nnx.Param, ...)
+    applied = _applied(type(self), "__call__", graphdef)
+    report = audit(applied, _tree.cast_floats(params, FLOAT32), rest, target=None)
+    products = [(row.path, row.operand_dtypes) for row in report.products]
+    modules = _modules(self)
+    leaves = _leaves_by_module(self, modules)
+    found = _find_all(self.module_rules, modules, leaves)
+    shown = {
+        path: (_as_written(module), found[path])
+        for path, module in modules.items()
+        if not _is_container(module)
+    }
+    return policy_table(self.module_rules, shown, leaves, products)
+
+
+def _as_written(module: Any) -> Any:
+    return unwrap(module) if _is_wrapped(module) else module
+
+
+@functools.lru_cache(maxsize=1024)
+def _wrapped_class(cls: Any, rules: ModuleRules, methods: Sequence[str]) -> Any:
+    def computing(name: str) -> Callable[..., Any]:
+        @functools.wraps(getattr(cls, name))
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nodes = (self, args, kwargs)
+            graphdef, params, rest = nnx.split(nodes, nnx.Param, ...)
+            full = _tree.cast_floats(params, FLOAT32)
+            results, changed = call(_applied, (type(self), name, graphdef), full, rest)
+            _update(nodes, changed)
+            return results
+
+        return method
+
+    namespace = {"wrapped_class": cls, "module_rules": rules, "policy_table": _policy_table}
+    return _subclass(cls, namespace | {name: computing(name) for name in methods})
+
+
+def _subclass(cls: Any, namespace: dict[str, Any]) -> Any:
+    """Returns a subclass that instances of the class can become: it has no other bases."""
+    names = ("__module__", "__qualname__", "__doc__")
+    alike = {name: getattr(cls, name) for name in names}
+    return type(cls)(cls.__name__, (cls,), alike | namespace)
+
+
+def _applied(cls: Any, method: str, graphdef: Any) -> Callable[..., Any]:
+    """Returns what a method computes, as a function of the state of a model and its arguments."""
+    rules = cls.module_rules
+
+    def fun(params: Any, rest: Any) -> Any:
+        model, args, kwargs = _merged(graphdef, params, rest)
+        before = _values(model, args, kwargs)
+        _enter_scopes(model, rules, rules.policy)
+        results = getattr(model, method)(*args, **kwargs)
+        return rules.policy.cast_to_output(results), _changed(before, model, args, kwargs)
+
+    return rules.autocast(fun)
+
+
+def _merged(graphdef: Any, *states: Any) -> Any:
+    """Returns nodes with variables of their own, which may be changed where this is called."""
+    return nnx.merge(graphdef, *jax.tree.map(lambda leaf: leaf, states))
+
+
+def _values(*nodes: Any) -> dict[Any, Any]:
+    """Returns the values of all variables by path."""
+    flat = nnx.to_flat_state(nnx.state(nodes))
+    return {path: jax.tree.leaves(variable) for path, variable in flat}
+
+
+def _changed(before: dict[Any, Any], *nodes: Any) -> nnx.State:
+    """Returns the state of the variables that have other values than before, or are new."""
+    flat = nnx.to_flat_state(nnx.state(nodes))
+    changed = [(path, new) for path, new in flat if not _is_same(new, before.get(path))]
+    return nnx.from_flat_state(changed)
+
+
+def _is_same(variable: Any, before: Sequence[Any] | None) -> bool:
+    leaves = jax.tree.leaves(variable)
+    if before is None or len(leaves) != len(before):
+        return False
+    return all(new is old for new, old in zip(leaves, before, strict=True))
+
+
+def _update(nodes: Any, changed: nnx.State, finite: Any = None) -> None:
+    """Writes what a call has changed into the variables outside, in the dtypes that they have."""
+    old = dict(nnx.to_flat_state(nnx.state(nodes)))
+    kept, new = [], []
+    for path, variable in nnx.to_flat_state(changed):
+        if jax.tree.structure(variable) != jax.tree.structure(old.get(path)):
+            new.append((path, variable))
+            continue
+        value = _tree.like(variable, old[path])
+        if finite is not None:
+            value = _tree.select_tree(finite, value, old[path])
+        kept.append((path, value))
+    nnx.update(nodes, nnx.from_flat_state(kept))
+    for path, variable in new:
+        parent = nodes
+        for key in path[:-1]:
+            parent = (
+                parent[key] if isinstance(parent, tuple | list | dict) else getattr(parent, key)
+            )
+        setattr(parent, path[-1], variable)
+
+
+def _without_variables(tree: Any) -> Any:
+    """Returns a pytree with the arrays of variables, as of the state of an `nnx.Optimizer`."""
+    return jax.tree.map(
+        lambda x: x[...] if isinstance(x, nnx.Variable) else x,
+        tree,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+
+
+def _modules(model: Any) -> dict[str, Any]:
+    """Returns the modules by path, each module before those inside."""
+
+    def order(item: tuple[Any, Any]) -> Any:
+        return [(isinstance(key, str), key) for key in item[0]]
+
+    found = sorted(nnx.iter_modules(model), key=order)
+    return {"/".join(map(str, path)): module for path, module in found}
+
+
+def _is_container(module: Any) -> bool:
+    return isinstance(module, nnx.List | nnx.Dict)
+
+
+def _leaves_by_module(model: Any, modules: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {path: {} for path in modules}
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        owner, name = "/".join(map(str, path[:-1])), str(path[-1])
+        leaves = [leaf for leaf in jax.tree.leaves(variable) if hasattr(leaf, "dtype")]
+        if leaves:
+            found.setdefault(owner, {})[name] = leaves[0]
+    return found
+
+
+def _find_all(
+    rules: ModuleRules, modules: Mapping[str, Any], leaves: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Found]:
+    found: dict[str, Found] = {}
+    for path, module in modules.items():
+        parent = found.get(_parent_of(path, found)) if path else None
+        names = [f"{path}/{name}".lstrip("/") for name in leaves.get(path, {})]
+        found[path] = rules.find(path, module, names, parent)
+    return found
+
+
+def _parent_of(path: str, modules: Mapping[str, Any]) -> str:
+    """Returns the path of the innermost module that a module is in."""
+    outer = path.rpartition("/")[0]
+    while outer and outer not in modules:
+        outer = outer.rpartition("/")[0]
+    return outer
+
+
+def _stored(model: Any, modules: Mapping[str, Any], found: Mapping[str, Found]) -> Any:
+    """Returns a copy of a model with parameters in the dtypes that their policies store."""
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def store(name: str, leaf: Any) -> Any:
+        path = _parent_of(name, found)
+        own = own_param_dtype(modules[path])
+        return _tree.cast_leaf(leaf, found[path].policy.param_dtype if own is None else own)
+
+    return _merged(graphdef, _tree.map_named(store, params), rest)
+
+
+def _enter_scopes(model: Any, rules: ModuleRules, outer: Policy) -> None:
+    """Lets the modules of a fresh copy of a model enter scopes of their names and policies.
+
+    Args:
+        model: a copy that nobody else has.
+        rules: for its modules.
+        outer: the policy of what stands in no module.
+    """
+    modules = {path: m for path, m in _modules(model).items() if not _is_container(m)}
+    found = _find_all(rules, modules, _leaves_by_module(model, modules))
+    has_policies = any(each.policy != outer for each in found.values())
+    for path, module in modules.items():
+        parent = _parent_of(path, modules)
+        name = path[len(parent) :].lstrip("/")
+        policy = found[path].policy
+        above = found[parent].policy if path else rules.policy
+        narrows = policy.output_dtype in HALF_DTYPES and policy.output_dtype != above.output_dtype
+        cls = module.wrapped_class if _is_wrapped(module) else type(module)
+        module.__class__ = _scoped_class(cls)
+        # Static and text, so that it survives nnx.split and nnx.merge inside.
+        module._jaxmp_name = name
+        module._jaxmp_policy = str(policy) if has_policies else ""
+        module._jaxmp_output = dtype_name(policy.output_dtype) if narrows else ""
+
+
+def _rules_of(model: Any, policy: Policy) -> ModuleRules:
+    return model.module_rules if _is_wrapped(model) else ModuleRules.parse(policy, None)
+
+
+@functools.lru_cache(maxsize=1024)
+def _scoped_class(cls: Any) -> Any:
+    """Returns a class whose methods are computed in the scope of the module's name and policy."""
+    methods = {name: _in_scope(name, getattr(cls, name)) for name in _method_names(cls)}
+    return _subclass(cls, methods)
+
+
+def _method_names(cls: type) -> Iterator[str]:
+    own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
+    names = dict.fromkeys(name for base in own for name in vars(base))
+    for name in names:
+        is_public = name == "__call__" or not name.startswith("_")
+        (first,) = [vars(base)[name] for base in own if name in vars(base)][:1]
+        if is_public and callable(first) and hasattr(first, "__get__"):
+            yield name
+
+
+def _in_scope(name: str, fun: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fun)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        path = self._jaxmp_name
+        label = path if name == "__call__" or not path else f"{path}.{name}"
+        with contextlib.ExitStack() as scopes:
+            if label:
+                scopes.enter_context(jax.named_scope(label))
+            if self._jaxmp_policy:
+                scopes.enter_context(policy_scope(get_policy(self._jaxmp_policy)))
+            results = fun(self, *args, **kwargs)
+            output = self._jaxmp_output
+            return _tree.cast_floats(results, jnp.dtype(output)) if output else results
+
+    return method
