@@ -12,9 +12,10 @@ from flax import nnx
 import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
+from tests.autocast_tools import computed_in, eqns_in
 
 DTYPES = ("float32", "bfloat16", "float16")
-COMBINATIONS = list(itertools.product(DTYPES, repeat=3))
+PAIRS = list(itertools.product(DTYPES, repeat=2))
 ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 IMAGE, SEQUENCE, VECTOR = (2, 6, 6, 4), (2, 5, 8), (3, 8)
@@ -103,9 +104,11 @@ def policy_of(params, compute, output):
     return f"params={params},compute={compute},output={output}"
 
 
-def product_dtypes(fun, *args):
-    report = jaxmp.audit(fun, *args, target=None)
-    return {dtype for row in report.products for dtype in row.operand_dtypes}
+def result_and_products(fun, *args):
+    """The dtype of what a function returns, and those of its products."""
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    (result,) = jaxpr.out_avals
+    return result.dtype, {np.dtype(dtype).name for dtype in computed_in(eqns_in(jaxpr))}
 
 
 def assert_close(got, want, dtype):
@@ -115,36 +118,41 @@ def assert_close(got, want, dtype):
     np.testing.assert_allclose(got, want, rtol=0, atol=16 * ROUNDOFF[dtype] * scale)
 
 
+def dtypes_in(tree):
+    return {leaf.dtype.name for leaf in jax.tree.leaves(tree)}
+
+
 @pytest.mark.parametrize("name", LINEN)
 def test_linen_layer_has_the_dtypes_of_the_policy(name):
     make, shape = LINEN[name]
     x = data(shape)
-    for params, compute, output in COMBINATIONS:
-        model = jaxmp.linen.wrap(make(), policy_of(params, compute, output))
-        variables = jax.eval_shape(model.init, jax.random.key(0), x)
-        stored = {leaf.dtype.name for leaf in jax.tree.leaves(variables.get("params", {}))}
-        others = {k: v for k, v in variables.items() if k != "params"}
-        assert stored <= {params}
-        assert {leaf.dtype.name for leaf in jax.tree.leaves(others)} <= {"float32"}
-        assert jax.eval_shape(model.apply, variables, x).dtype == output
-        assert product_dtypes(model.apply, variables, x) <= {compute}
+    for params in DTYPES:
+        init = jaxmp.linen.wrap(make(), policy_of(params, "bfloat16", "float32")).init
+        variables = jax.eval_shape(init, jax.random.key(0), x)
+        assert dtypes_in(variables.get("params", {})) <= {params}
+        assert dtypes_in({**variables, "params": {}}) <= {"float32"}
+        for compute, output in PAIRS:
+            model = jaxmp.linen.wrap(make(), policy_of(params, compute, output))
+            result, products = result_and_products(model.apply, variables, x)
+            assert result == output
+            assert products <= {compute}
 
 
 @pytest.mark.parametrize("name", NNX)
 def test_nnx_layer_has_the_dtypes_of_the_policy(name):
     make, shape = NNX[name]
     x, plain = data(shape), make(nnx.Rngs(0))
-    for params, compute, output in COMBINATIONS:
+    for params, (compute, output) in itertools.product(DTYPES, PAIRS):
         model = jaxmp.nnx.wrap(plain, policy_of(params, compute, output))
         graphdef, state = nnx.split(model)
 
         def apply(state, x, graphdef=graphdef):
             return nnx.merge(graphdef, state)(x)
 
-        stored = {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))}
-        assert stored <= {params}
-        assert jax.eval_shape(apply, state, x).dtype == output
-        assert product_dtypes(apply, state, x) <= {compute}
+        assert dtypes_in(nnx.state(model, nnx.Param)) <= {params}
+        result, products = result_and_products(apply, state, x)
+        assert result == output
+        assert products <= {compute}
 
 
 @pytest.mark.parametrize("name", LINEN)
@@ -163,7 +171,7 @@ def test_linen_layer_has_the_values_and_gradients_of_float32(name):
         return y, grads
 
     want, want_grads = results(plain)
-    for dtype in DTYPES:
+    for dtype in DTYPES[1:]:
         got, grads = results(jaxmp.linen.wrap(make(), half(dtype)))
         assert got.dtype == jnp.float32
         assert_close(got, want, dtype)
@@ -188,7 +196,7 @@ def test_nnx_layer_has_the_values_and_gradients_of_float32(name):
 
     grad_fn = nnx.jit(nnx.value_and_grad(loss_fn, has_aux=True))
     want, want_grads = results(nnx.clone(plain), grad_fn)
-    for dtype in DTYPES:
+    for dtype in DTYPES[1:]:
         model = jaxmp.nnx.wrap(plain, half(dtype))
         grad_fn = jaxmp.nnx.value_and_grad(
             loss_fn, half(dtype), has_aux=True, loss_scale=jaxmp.NoOpLossScale()
