@@ -300,3 +300,5 @@ def test_a_scope_around_a_call_holds_inside():
 
     policy = jaxmp.Policy(rules=[("head", "float32")])
     np.testing.assert_array_equal(jaxmp.autocast(fun, policy)(x, w), x @ w)
+    (product,) = jaxmp.audit(autocast(fun), x, w, target=None).products
+    assert product.path == "head"

@@ -155,6 +155,7 @@ def test_nnx_layer_has_the_dtypes_of_the_policy(name):
         assert products <= {compute}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINEN)
 def test_linen_layer_has_the_values_and_gradients_of_float32(name):
     make, shape = LINEN[name]
@@ -178,6 +179,7 @@ def test_linen_layer_has_the_values_and_gradients_of_float32(name):
         jax.tree.map(lambda a, b, dtype=dtype: assert_close(a, b, dtype), grads, want_grads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NNX)
 def test_nnx_layer_has_the_values_and_gradients_of_float32(name):
     make, shape = NNX[name]

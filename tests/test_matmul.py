@@ -264,7 +264,7 @@ def contractions(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(contractions(), st.sampled_from([BF16, F16]), st.sampled_from([BF16, F16, F32]))
 def test_any_contraction(contraction, compute, dtype):
     (left, right), numbers, terms = contraction

@@ -14,6 +14,8 @@ import jaxmp
 import jaxmp.linen
 import jaxmp.nnx
 
+pytestmark = pytest.mark.slow
+
 UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 both = pytest.mark.parametrize("dtype", UNIT)
 
