@@ -70,7 +70,12 @@ class ModuleRules:
         return found
 
     def find(
-        self, path: str, module: Any, leaves: Iterable[str] = (), parent: Found | None = None
+        self,
+        path: str,
+        module: Any,
+        dtype: np.dtype | None,
+        leaves: Iterable[str] = (),
+        parent: Found | None = None,
     ) -> Found:
         """Returns the policy of a module: that of the last rule for it, or for one that it is in.
 
@@ -78,7 +83,8 @@ class ModuleRules:
 
         Args:
             path: of the module.
-            module: for its type, and its dtype.
+            module: for its type.
+            dtype: what the module was told to compute in, or None.
             leaves: the paths of its own parameters; a rule may be about one of them.
             parent: what was found for the module that it is in.
         """
@@ -89,11 +95,10 @@ class ModuleRules:
                 rule = i
         policy = self.policy if rule < 0 else self.rules[rule][1]
         reason = "policy" if rule < 0 else f"rule {_text_of(self.rules[rule][0])!r}"
-        own = own_dtype(module)
-        if own is None or own == policy.compute_dtype:
+        if dtype is None or dtype == policy.compute_dtype:
             return Found(policy, rule, reason)
-        policy = dataclasses.replace(policy, compute_dtype=own, activation_dtype=None)
-        return Found(policy, rule, f"dtype={own.name}")
+        policy = dataclasses.replace(policy, compute_dtype=dtype, activation_dtype=None)
+        return Found(policy, rule, f"dtype={dtype.name}")
 
     def unused(self, modules: Mapping[str, Any], leaves: Iterable[str]) -> list[Pattern]:
         """Returns the patterns of rules that hold for nothing.
@@ -149,12 +154,12 @@ def _text_of(pattern: Pattern) -> str:
 
 def own_dtype(module: Any) -> np.dtype | None:
     """Returns the dtype that a module was told to compute in; None if it was told none."""
-    return _real_float(getattr(module, "dtype", None))
+    return _real_float(vars(module).get("dtype"))
 
 
 def own_param_dtype(module: Any) -> np.dtype | None:
     """Returns the dtype narrower than f32 that a module was told to store parameters in."""
-    dtype = _real_float(getattr(module, "param_dtype", None))
+    dtype = _real_float(vars(module).get("param_dtype"))
     return dtype if dtype in HALF_DTYPES else None
 
 
@@ -196,6 +201,11 @@ def call(make: Callable[..., Any], key: tuple[Any, ...], *args: Any) -> Any:
 
     Rewriting a program at each call would take longer than running it. What depends on Python
     numbers, or has no hash, is run as it is: it could be another program each time.
+
+    Args:
+        make: returns the function.
+        key: what it depends on. Parts that are equal but look different differ: 1, 1.0, True.
+        *args: of the function.
     """
     leaves, treedef = jax.tree.flatten(args)
     arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array | np.ndarray)]
@@ -203,7 +213,7 @@ def call(make: Callable[..., Any], key: tuple[Any, ...], *args: Any) -> Any:
     is_plain = all(isinstance(x, bool | str | None) for x in fixed)
     if is_plain and not any(map(_tree.is_traced, arrays)):
         try:
-            return _compiled(make, key, treedef, fixed)(*arrays)
+            return _compiled(make, key, repr(key), treedef, fixed)(*arrays)
         except (_HasOtherResultsError, TypeError):
             pass
     return make(*key)(*args)
@@ -215,7 +225,7 @@ class _HasOtherResultsError(Exception):
 
 @functools.lru_cache(maxsize=256)
 def _compiled(
-    make: Callable[..., Any], key: tuple[Any, ...], treedef: Any, fixed: Sequence[Any]
+    make: Callable[..., Any], key: tuple[Any, ...], _: str, treedef: Any, fixed: Sequence[Any]
 ) -> Callable[..., Any]:
     fun = _with_fixed(make(*key), treedef, fixed)
 

@@ -28,6 +28,7 @@ from jaxmp._modules import (
     call,
     narrowed_output,
     of_arrays,
+    own_dtype,
     own_param_dtype,
     policy_table,
 )
@@ -175,22 +176,27 @@ class _Wrapped:
         """`nn.Module.apply` under the policy."""
         mutable = tuple(mutable) if isinstance(mutable, list) else mutable
         key = (self, method, mutable, capture_intermediates)
-        return call(_applied, key, variables, args, kwargs, rngs)
+        if method is None or isinstance(method, str) or _is_own(self, method):
+            return call(_applied, key, variables, args, kwargs, rngs)
+        return _applied(*key)(variables, args, kwargs, rngs)
 
     def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
         """`nn.Module.init_with_output`, with parameters in `param_dtype`."""
-        visit = _Visit(self.module_rules, {})
+        init, names = super().init_with_output, {}  # type: ignore[misc]
+        if any(isinstance(pattern, str) for pattern, _ in self.module_rules.rules):
+            # A rule may be about a parameter, so their names have to be known first.
+            of_shapes, *arrays = of_arrays(
+                lambda args, kwargs: init(*args, **kwargs)[1], args, kwargs
+            )
+            names = jax.eval_shape(of_shapes, *arrays)
+        visit = _Visit(self.module_rules, names)
         with nn.intercept_methods(visit):
-            output, variables = super().init_with_output(*args, **kwargs)  # type: ignore[misc]
+            output, variables = init(*args, **kwargs)
         visit.leaves = _leaves_by_module(variables)
         message = visit.message_of_unused()
         if message:
             raise ValueError(message)
         return self.module_rules.policy.cast_to_output(output), visit.stored(variables)
-
-    def init(self, *args: Any, **kwargs: Any) -> Any:
-        """`nn.Module.init`, with parameters in `param_dtype`."""
-        return self.init_with_output(*args, **kwargs)[1]
 
     def bind(self, *args: Any, **kwargs: Any) -> Any:
         """Raises: calls of a bound module are not seen from outside."""
@@ -248,9 +254,17 @@ def _applied(
         message = visit.message_of_unused()
         if message:
             warnings.warn(message, stacklevel=2)
+        if mutable is not False and "params" in results[1]:
+            stored = _tree.like(results[1]["params"], variables["params"])
+            return results[0], {**results[1], "params": stored}
         return results
 
     return applied
+
+
+def _is_own(module: Any, method: Any) -> bool:
+    """Whether a function is one of a module's class, and not made anew for each call."""
+    return getattr(type(module), getattr(method, "__name__", ""), None) is method
 
 
 @functools.lru_cache(maxsize=1024)
@@ -301,7 +315,8 @@ class _Visit:
         if path not in self.seen:
             parent = self._find(module.parent) if isinstance(module.parent, nn.Module) else None
             names = [f"{path}/{name}" for name in self.leaves.get(path, {})]
-            self.seen[path] = (module, self.rules.find(path, module, names, parent))
+            found = self.rules.find(path, module, own_dtype(module), names, parent)
+            self.seen[path] = (module, found)
         return self.seen[path][1]
 
     def message_of_unused(self) -> str | None:

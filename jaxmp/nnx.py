@@ -6,11 +6,13 @@ true f32 gradients for `nnx.Optimizer(model, jaxmp.mixed_precision(tx, policy), 
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxmp import _tree, train
@@ -20,6 +22,7 @@ from jaxmp._modules import (
     ModuleRules,
     PolicyTable,
     call,
+    own_dtype,
     own_param_dtype,
     policy_table,
 )
@@ -163,9 +166,10 @@ def value_and_grad(
 
         def fun(wanted: Any, params: Any, rest: Any) -> Any:
             inner, args, kwargs = _merged(graphdef, wanted, params, rest)
-            before = _values(inner, args, kwargs)
+            before, statics = _values(inner, args, kwargs), _statics(inner)
             _enter_scopes(inner, rules, policy)
             results = loss_fn(inner, *args, **kwargs)
+            _check_statics(statics, inner)
             loss, aux = results if has_aux else (results, None)
             return loss, (aux, _changed(before, inner, args, kwargs))
 
@@ -213,7 +217,7 @@ def _is_wrapped(module: Any) -> bool:
 def _policy_table(self: Any, *args: Any, **kwargs: Any) -> PolicyTable:
     """Returns which module computes in what, for the arguments of a call; runs nothing."""
     graphdef, params, rest = nnx.split((self, args, kwargs), nnx.Param, ...)
-    applied = _applied(type(self), "__call__", graphdef)
+    applied = _applied(type(self), self.computing_methods[0], graphdef)
     report = audit(applied, _tree.cast_floats(params, FLOAT32), rest, target=None)
     products = [(row.path, row.operand_dtypes) for row in report.products]
     modules = _modules(self)
@@ -245,15 +249,27 @@ def _wrapped_class(cls: Any, rules: ModuleRules, methods: Sequence[str]) -> Any:
 
         return method
 
-    namespace = {"wrapped_class": cls, "module_rules": rules, "policy_table": _policy_table}
+    namespace = {
+        "wrapped_class": cls,
+        "module_rules": rules,
+        "computing_methods": methods,
+        "policy_table": _policy_table,
+        "__reduce__": lambda self: (_rewrap, (unwrap(self), rules, methods)),
+    }
     return _subclass(cls, namespace | {name: computing(name) for name in methods})
+
+
+def _rewrap(model: Any, rules: ModuleRules, methods: Sequence[str]) -> Any:
+    model.__class__ = _wrapped_class(type(model), rules, methods)
+    return model
 
 
 def _subclass(cls: Any, namespace: dict[str, Any]) -> Any:
     """Returns a subclass that instances of the class can become: it has no other bases."""
     names = ("__module__", "__qualname__", "__doc__")
     alike = {name: getattr(cls, name) for name in names}
-    return type(cls)(cls.__name__, (cls,), alike | namespace)
+    is_pytree = getattr(cls, "_pytree__is_pytree", True)
+    return type(cls)(cls.__name__, (cls,), alike | namespace, pytree=is_pytree)
 
 
 def _applied(cls: Any, method: str, graphdef: Any) -> Callable[..., Any]:
@@ -262,9 +278,10 @@ def _applied(cls: Any, method: str, graphdef: Any) -> Callable[..., Any]:
 
     def fun(params: Any, rest: Any) -> Any:
         model, args, kwargs = _merged(graphdef, params, rest)
-        before = _values(model, args, kwargs)
+        before, statics = _values(model, args, kwargs), _statics(model)
         _enter_scopes(model, rules, rules.policy)
         results = getattr(model, method)(*args, **kwargs)
+        _check_statics(statics, model)
         return rules.policy.cast_to_output(results), _changed(before, model, args, kwargs)
 
     return rules.autocast(fun)
@@ -300,21 +317,49 @@ def _update(nodes: Any, changed: nnx.State, finite: Any = None) -> None:
     old = dict(nnx.to_flat_state(nnx.state(nodes)))
     kept, new = [], []
     for path, variable in nnx.to_flat_state(changed):
-        if jax.tree.structure(variable) != jax.tree.structure(old.get(path)):
+        if path not in old:
             new.append((path, variable))
-            continue
-        value = _tree.like(variable, old[path])
-        if finite is not None:
-            value = _tree.select_tree(finite, value, old[path])
-        kept.append((path, value))
+        elif jax.tree.structure(variable) != jax.tree.structure(old[path]):
+            kept.append((path, variable))  # what is sown grows
+        else:
+            value = _tree.like(variable, old[path])
+            is_sure = finite is None
+            kept.append((path, value if is_sure else _tree.select_tree(finite, value, old[path])))
     nnx.update(nodes, nnx.from_flat_state(kept))
     for path, variable in new:
         parent = nodes
         for key in path[:-1]:
-            parent = (
-                parent[key] if isinstance(parent, tuple | list | dict) else getattr(parent, key)
-            )
+            is_item = isinstance(key, int) or isinstance(parent, dict)
+            parent = parent[key] if is_item else getattr(parent, str(key))
         setattr(parent, path[-1], variable)
+
+
+def _statics(model: Any) -> dict[tuple[str, str], Any]:
+    """Returns the numbers and texts among the attributes of modules, and the modules' types."""
+    found: dict[tuple[str, str], Any] = {}
+    for path, module in _modules(model).items():
+        found[path, ""] = type(module).__name__
+        for name, value in vars(module).items():
+            if isinstance(value, bool | int | float | str | None) and not name.startswith("_"):
+                found[path, name] = value
+    return found
+
+
+def _check_statics(before: dict[tuple[str, str], Any], model: Any) -> None:
+    """Raises ValueError if a call changed what is no array: nobody outside would see it."""
+    for (path, name), value in _statics(model).items():
+        if (path, name) in before and before[path, name] == value:
+            continue
+        where = f"{type(model).__name__}{f' at {path!r}' if path else ''}"
+        if name:
+            raise ValueError(
+                f"A call of this {where} sets {name!r} to {value!r}, which would be lost: the call "
+                "is traced. Keep it in an nnx.Variable, or set it outside of the call."
+            )
+        raise ValueError(
+            f"A call of this {where} makes a {value}, which would be lost: the call is traced. "
+            "Make modules in __init__."
+        )
 
 
 def _without_variables(tree: Any) -> Any:
@@ -340,6 +385,11 @@ def _is_container(module: Any) -> bool:
     return isinstance(module, nnx.List | nnx.Dict)
 
 
+def _is_opaque(module: Any) -> bool:
+    """Whether a module is left as it is: it has no calls, or takes all attributes for its own."""
+    return _is_container(module) or isinstance(module, nnx.bridge.ToNNX)
+
+
 def _leaves_by_module(model: Any, modules: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {path: {} for path in modules}
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -357,8 +407,15 @@ def _find_all(
     for path, module in modules.items():
         parent = found.get(_parent_of(path, found)) if path else None
         names = [f"{path}/{name}".lstrip("/") for name in leaves.get(path, {})]
-        found[path] = rules.find(path, module, names, parent)
+        found[path] = rules.find(path, module, _own_dtype(module), names, parent)
     return found
+
+
+def _own_dtype(module: Any) -> np.dtype | None:
+    """Returns the dtype that a module was told to compute in; some have f32 if told nothing."""
+    dtype = own_dtype(module)
+    is_default = isinstance(module, nnx.Embed | nnx.SimpleCell) and dtype == FLOAT32
+    return None if is_default else dtype
 
 
 def _parent_of(path: str, modules: Mapping[str, Any]) -> str:
@@ -389,7 +446,9 @@ def _enter_scopes(model: Any, rules: ModuleRules, outer: Policy) -> None:
         rules: for its modules.
         outer: the policy of what stands in no module.
     """
-    modules = {path: m for path, m in _modules(model).items() if not _is_container(m)}
+    if _is_wrapped(model):
+        model.__class__ = vars(type(model))["wrapped_class"]
+    modules = {path: m for path, m in _modules(model).items() if not _is_opaque(m)}
     found = _find_all(rules, modules, _leaves_by_module(model, modules))
     has_policies = any(each.policy != outer for each in found.values())
     for path, module in modules.items():
@@ -398,8 +457,9 @@ def _enter_scopes(model: Any, rules: ModuleRules, outer: Policy) -> None:
         policy = found[path].policy
         above = found[parent].policy if path else rules.policy
         narrows = policy.output_dtype in HALF_DTYPES and policy.output_dtype != above.output_dtype
-        cls = module.wrapped_class if _is_wrapped(module) else type(module)
-        module.__class__ = _scoped_class(cls)
+        if _is_wrapped(module):
+            continue  # it computes under its own policy
+        module.__class__ = _scoped_class(vars(type(module)).get("scoped_class", type(module)))
         # Static and text, so that it survives nnx.split and nnx.merge inside.
         module._jaxmp_name = name
         module._jaxmp_policy = str(policy) if has_policies else ""
@@ -414,7 +474,7 @@ def _rules_of(model: Any, policy: Policy) -> ModuleRules:
 def _scoped_class(cls: Any) -> Any:
     """Returns a class whose methods are computed in the scope of the module's name and policy."""
     methods = {name: _in_scope(name, getattr(cls, name)) for name in _method_names(cls)}
-    return _subclass(cls, methods)
+    return _subclass(cls, {"scoped_class": cls} | methods)
 
 
 def _method_names(cls: type) -> Iterator[str]:
@@ -422,8 +482,8 @@ def _method_names(cls: type) -> Iterator[str]:
     names = dict.fromkeys(name for base in own for name in vars(base))
     for name in names:
         is_public = name == "__call__" or not name.startswith("_")
-        (first,) = [vars(base)[name] for base in own if name in vars(base)][:1]
-        if is_public and callable(first) and hasattr(first, "__get__"):
+        first = next(vars(base)[name] for base in own if name in vars(base))
+        if is_public and inspect.isfunction(first):
             yield name
 
 

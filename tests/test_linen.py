@@ -233,6 +233,61 @@ class TestApply:
         result, text, nothing = model.apply(variables, X, 2)
         assert (text, nothing, result.dtype) == ("done", None, F32)
 
+    def test_equal_fields_of_other_types_are_other_programs(self):
+        class Scales(nn.Module):
+            factor: object
+
+            @nn.compact
+            def __call__(self, x):
+                return x * self.factor
+
+        x = jnp.arange(4)
+        assert wrap(Scales(2), "mixed_bfloat16").apply({}, x).dtype == jnp.int32
+        with jax.numpy_dtype_promotion("standard"):
+            assert wrap(Scales(2.0), "mixed_bfloat16").apply({}, x).dtype == F32
+
+    def test_a_function_as_method_is_traced_anew(self):
+        model, scale = wrap(nn.Dense(4), "mixed_bfloat16"), [1.0]
+        variables = model.init(jax.random.key(0), X)
+
+        def method(module, x):
+            return module(x) * scale[0]
+
+        once = model.apply(variables, X, method=method)
+        scale[0] = 2.0
+        close(model.apply(variables, X, method=method), 2 * once, 2.0**-6)
+
+    def test_all_variables_keep_their_dtypes(self):
+        model = wrap(nn.Dense(4), "bfloat16")
+        variables = model.init(jax.random.key(0), X)
+        _, changed = model.apply(variables, X, mutable=True)
+        assert dtypes_of(changed) == {"bfloat16"}
+
+    def test_a_module_that_forwards_attributes(self):
+        class Forwards(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(4)(x)
+
+            def __getattr__(self, name):
+                raise AttributeError(name)
+
+        model = wrap(Forwards(), "mixed_bfloat16")
+        variables = model.init(jax.random.key(0), X)
+        close(model.apply(variables, X), Forwards().apply(variables, X))
+
+    def test_a_module_with_an_init_of_its_own(self):
+        class Own(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.Dense(4)(x)
+
+            def init(self, key):
+                return super().init(key, X)
+
+        variables = wrap(Own(), "bfloat16").init(jax.random.key(0))
+        assert dtypes_of(variables) == {"bfloat16"}
+
     def test_float32_leaves_the_program_as_it_is(self, variables):
         def text(model):
             return str(jax.make_jaxpr(lambda v: model.apply(v, X))(variables))
@@ -280,6 +335,11 @@ class TestRules:
         found = products(wrap(Net(), policy), variables, X)
         assert found["head"] == ("1 float32",)
         assert found["stem"] == ("1 bfloat16",)
+        stored = wrap(Net(), "bfloat16", rules={"head/kernel": "float32"}).init(
+            jax.random.key(0), X
+        )["params"]
+        assert dtypes_of(stored["head"]) == {"float32"}
+        assert dtypes_of(stored["stem"]) == {"bfloat16"}
 
     def test_with_all_fields(self):
         class Ends(nn.Module):

@@ -1,5 +1,8 @@
 """jaxmp.nnx: the same model, in the dtypes of a policy, and its gradients."""
 
+import pickle
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -282,6 +285,132 @@ class TestWrap:
         ]
 
 
+class Sows(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(5, 5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.linear(x)
+        self.sow(nnx.Intermediate, "features", x)
+        return x
+
+
+class TestModels:
+    """Of many kinds."""
+
+    def test_equal_numbers_of_other_types_are_other_programs(self):
+        class Scales(nnx.Module):
+            def __call__(self, x, factor):
+                return x * factor
+
+        model = wrap(Scales(), "mixed_bfloat16")
+        x = jnp.arange(4)
+        assert model(x, 2).dtype == jnp.int32
+        with jax.numpy_dtype_promotion("standard"):
+            assert model(x, 2.0).dtype == F32
+
+    def test_static_methods(self):
+        class Static(nnx.Module):
+            act = staticmethod(jax.nn.relu)
+
+            @staticmethod
+            def shift(x):
+                return x + 1
+
+            def __call__(self, x):
+                return self.act(self.shift(x))
+
+        close(wrap(Static(), "mixed_bfloat16")(X), jax.nn.relu(X + 1), 2.0**-6)
+
+    @pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+    def test_sow_in_a_list(self):
+        model = wrap(nnx.Sequential(Sows(rngs=nnx.Rngs(0))), "mixed_bfloat16")
+        model(X)
+        (features,) = jax.tree.leaves(model.layers[0].features)
+        assert features.shape == (4, 5)
+        model(X)
+        assert len(jax.tree.leaves(model.layers[0].features)) == 2
+
+    def test_capture(self):
+        class Outer(nnx.Module):
+            def __init__(self, *, rngs):
+                self.inner = nnx.List([Sows(rngs=rngs)])
+
+            def __call__(self, x):
+                return self.inner[0](x)
+
+        if not hasattr(nnx, "capture"):
+            pytest.skip("This Flax has no nnx.capture.")
+        plain = Outer(rngs=nnx.Rngs(0))
+        model = wrap(plain, "mixed_bfloat16")
+        _, got = nnx.capture(model, nnx.Intermediate)(X)
+        _, want = nnx.capture(plain, nnx.Intermediate)(X)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        jax.tree.map(close, got, want)
+
+    def test_that_are_no_pytrees(self):
+        class Opaque(nnx.Module, pytree=False):
+            def __init__(self, *, rngs):
+                self.linear = nnx.Linear(5, 3, rngs=rngs)
+
+            def __call__(self, x):
+                return self.linear(x)
+
+        plain = Opaque(rngs=nnx.Rngs(0))
+        close(wrap(plain, "mixed_bfloat16")(X), plain(X))
+
+    def test_tied_embeddings_follow_the_policy(self):
+        class Tied(nnx.Module):
+            def __init__(self, *, rngs):
+                self.embed = nnx.Embed(7, 4, rngs=rngs)
+
+            def __call__(self, x):
+                return self.embed.attend(self.embed(x))
+
+        model = wrap(Tied(rngs=nnx.Rngs(0)), "mixed_bfloat16")
+        assert products(model, jnp.arange(3)) == {"embed": ("1 bfloat16",)}
+
+    def test_of_linen_inside(self):
+        inner = nnx.bridge.ToNNX(nn.Dense(3), rngs=nnx.Rngs(0)).lazy_init(X)
+        close(wrap(inner, "mixed_bfloat16")(X), inner(X))
+
+    def test_pickle(self):
+        model = wrap(Sows(rngs=nnx.Rngs(0)), "bfloat16", rules={"linear": "mixed_bfloat16"})
+        same = pickle.loads(pickle.dumps(model))
+        assert type(same) is type(model)
+        assert_same(numbers(same), numbers(model))
+
+    def test_a_table_of_another_method(self):
+        class Encodes(nnx.Module):
+            def __init__(self, *, rngs):
+                self.linear = nnx.Linear(5, 3, rngs=rngs)
+
+            def encode(self, x):
+                return self.linear(x)
+
+        model = wrap(Encodes(rngs=nnx.Rngs(0)), "mixed_bfloat16", methods=["encode"])
+        assert products(model, X) == {"linear": ("1 bfloat16",)}
+
+    def test_what_a_call_would_lose_is_an_error(self):
+        class Counts(nnx.Module):
+            def __init__(self):
+                self.calls = 0
+
+            def __call__(self, x):
+                self.calls += 1
+                return x
+
+        class Lazy(nnx.Module):
+            def __call__(self, x):
+                self.linear = nnx.Linear(5, 3, rngs=nnx.Rngs(0))
+                return self.linear(x)
+
+        with pytest.raises(ValueError, match="sets 'calls' to 1"):
+            wrap(Counts(), "mixed_bfloat16")(X)
+        with pytest.raises(ValueError, match="makes a Linear"):
+            wrap(Lazy(), "mixed_bfloat16")(X)
+
+
 class TestRules:
     def test_by_path_and_by_type(self):
         rules = {nnx.LayerNorm: "float32", "head": "float32", "blocks/1": "mixed_float16"}
@@ -365,6 +494,27 @@ class TestGradients:
         assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
         jax.tree.map(lambda a, b: close(a, b, 2.0**-4), grads, same)
         assert_same(numbers(model)["blocks"][0]["drop"], numbers(plain)["blocks"][0]["drop"])
+
+    def test_a_wrapped_module_inside_keeps_its_policy(self):
+        model = net()
+        model.head = wrap(model.head, "float32")
+        model.blocks[1] = wrap(model.blocks[1], "mixed_float16")
+        loss, grads = value_and_grad(loss_fn, "mixed_bfloat16")(model, X, Y)
+        want, same = nnx.value_and_grad(loss_fn)(net(), X, Y)
+        close(loss, want)
+        leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(same), strict=True)
+        for got, expected in leaves:
+            close(got, expected, 2.0**-4)
+        graphdef, state = nnx.split(model)
+
+        def fun(state):
+            return value_and_grad(loss_fn, "mixed_bfloat16")(nnx.merge(graphdef, state), X, Y)[0]
+
+        report = jaxmp.audit(fun, state, target=None)
+        dtypes = {row.path: row.operand_dtypes[0] for row in report.products}
+        assert (dtypes["stem"], dtypes["blocks/0/up"]) == ("bfloat16", "bfloat16")
+        others = {path: dtype for path, dtype in dtypes.items() if "0" not in path}
+        assert sorted(others.values()) == ["bfloat16", "float16", "float16", "float32"], dtypes
 
     def test_of_narrow_parameters_are_float32(self):
         model = wrap(net(), "bfloat16")
