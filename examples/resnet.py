@@ -43,7 +43,7 @@ from tqdm import tqdm
 import jaxmp
 import jaxmp.linen
 
-BLOCKS = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
+BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 
 
 class BasicBlock(nn.Module):
@@ -92,7 +92,7 @@ class ResNet(nn.Module):
     """A ResNet (He et al. 2016, arXiv:1512.03385), for images of 32 pixels or of ImageNet's size.
 
     Attributes:
-        depth: 18 or 50.
+        depth: 10, 18 or 50.
         classes: how many.
         width: of the first stage.
     """
@@ -105,7 +105,7 @@ class ResNet(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         """Maps images [B, H, W, C] to logits [B, classes]."""
         norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
-        block = BasicBlock if self.depth == 18 else Bottleneck
+        block = Bottleneck if self.depth == 50 else BasicBlock
         is_large = x.shape[1] > 64
         kernel, strides = ((7, 7), (2, 2)) if is_large else ((3, 3), (1, 1))
         x = nn.Conv(self.width, kernel, strides, use_bias=False, name="stem")(x)
@@ -301,7 +301,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             "mixed_bfloat16",
             "mixed_float16",
         ]
-        args.width, args.epochs = 8, 5
+        args.depth, args.width, args.epochs = 10, 8, 4
     return args
 
 

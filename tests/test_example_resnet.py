@@ -95,6 +95,7 @@ def test_bad_options_are_errors_in_a_line(option, value, capsys):
     assert "resnet.py: error: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_every_layer_computes_in_the_policy():
     step, args = resnet.audit_case(jaxmp.get_policy("mixed_float16"))
     report = jaxmp.audit(step, *args, target=None, policy="mixed_float16")
