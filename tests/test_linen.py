@@ -519,3 +519,29 @@ class TestHalfHazards:
         want, same = module.apply(variables, x, mutable=["batch_stats"])
         close(got, want, 2.0**-10)
         jax.tree.map(lambda a, b: close(a, b, 1e-4 * float(jnp.max(jnp.abs(b)))), changed, same)
+
+    def test_one_pass_variance_far_from_zero_is_that_of_float32(self):
+        x = 1e4 + jax.random.normal(jax.random.key(0), (1, 1024))
+        model = wrap(nn.LayerNorm(), "mixed_float16")
+        variables = model.init(jax.random.key(0), x)
+        got, want = model.apply(variables, x), nn.LayerNorm().apply(variables, x)
+        assert jaxmp.all_finite(got)
+        close(jnp.std(got), jnp.std(want), 2.0**-8)
+        exact = wrap(nn.LayerNorm(use_fast_variance=False), "mixed_float16")
+        close(jnp.std(exact.apply(variables, x)), 1.0, 2.0**-8)
+
+    @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+    def test_angles_of_frequencies_among_the_variables(self, policy):
+        class Rotates(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                steps = jnp.arange(16) / 16
+                frequencies = self.variable("constants", "frequencies", lambda: 1e4**-steps)
+                angles = jnp.arange(2048).astype(F32)[:, None] * frequencies.value
+                return nn.Dense(16)(x) * jnp.cos(angles), jnp.cos(angles)
+
+        model, x = wrap(Rotates(), policy), jnp.ones((2048, 4))
+        variables = model.init(jax.random.key(0), x)
+        _, table = model.apply(variables, x)
+        _, want = Rotates().apply(variables, x)
+        close(table, want, 1e-3)
