@@ -46,6 +46,14 @@ import jaxmp.linen
 BLOCKS = {10: (1, 1, 1, 1), 18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
 
 
+def with_shortcut(x: jax.Array, y: jax.Array, strides: tuple[int, int], norm: Any) -> jax.Array:
+    """Adds the input of a block to its output, by a 1x1 convolution if their shapes differ."""
+    if x.shape != y.shape:
+        x = nn.Conv(y.shape[-1], (1, 1), strides, use_bias=False, name="shortcut")(x)
+        x = norm(name="shortcut_norm")(x)
+    return nn.relu(x + y)
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions, with a shortcut around them."""
 
@@ -61,10 +69,7 @@ class BasicBlock(nn.Module):
         y = nn.relu(norm()(y))
         y = nn.Conv(self.width, (3, 3), use_bias=False)(y)
         y = norm(scale_init=nn.initializers.zeros)(y)
-        if x.shape != y.shape:
-            x = nn.Conv(self.width, (1, 1), strides, use_bias=False, name="shortcut")(x)
-            x = norm(name="shortcut_norm")(x)
-        return nn.relu(x + y)
+        return with_shortcut(x, y, strides, norm)
 
 
 class Bottleneck(nn.Module):
@@ -82,10 +87,7 @@ class Bottleneck(nn.Module):
         y = nn.relu(norm()(nn.Conv(self.width, (3, 3), strides, use_bias=False)(y)))
         y = nn.Conv(4 * self.width, (1, 1), use_bias=False)(y)
         y = norm(scale_init=nn.initializers.zeros)(y)
-        if x.shape != y.shape:
-            x = nn.Conv(4 * self.width, (1, 1), strides, use_bias=False, name="shortcut")(x)
-            x = norm(name="shortcut_norm")(x)
-        return nn.relu(x + y)
+        return with_shortcut(x, y, strides, norm)
 
 
 class ResNet(nn.Module):
