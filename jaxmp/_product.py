@@ -357,16 +357,15 @@ def _cpu_matmul(lhs: Any, rhs: Any, dimension_numbers: Any) -> Any:
     left = _as_matrices(lhs, left_batch, left_free, left_sum)
     right = _as_matrices(rhs, right_batch, right_free, right_sum)
     left, right = lax.optimization_barrier((left, right))
-    last, first = left.ndim - 1, tuple(range(left.ndim - 2))
-    numbers = (((last,), (last,)), (first, first))
+    # With a batch axis, even of one: without it XLA:CPU computes some of them in f32.
+    numbers = (((2,), (2,)), ((0,), (0,)))
     result = lax.dot_general(left, right, numbers, preferred_element_type=FLOAT32)
     return lax.reshape(lax.optimization_barrier(result), [*batch, *rows, *columns])
 
 
 def _as_matrices(x: Any, batch: Sequence[int], free: Sequence[int], summed: Sequence[int]) -> Any:
-    """Returns an operand as [batch, free, contracted], or [free, contracted] without a batch."""
-    groups = (batch, free, summed) if batch else (free, summed)
-    sizes = [math.prod(x.shape[i] for i in axes) for axes in groups]
+    """Returns an operand as [batch, free, contracted]."""
+    sizes = [math.prod(x.shape[i] for i in axes) for axes in (batch, free, summed)]
     return lax.reshape(lax.transpose(x, [*batch, *free, *summed]), sizes)
 
 

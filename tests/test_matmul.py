@@ -1,6 +1,7 @@
 """The three-product contract, under every transformation."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,13 @@ def bound(value, terms, out_dtype):
 def assert_close(result, wanted, terms):
     difference = np.abs(np.asarray(result, np.float64) - wanted)
     assert np.all(difference <= bound(wanted, terms, result.dtype.type))
+
+
+def dot_operands(text):
+    """The dtypes of the operands of each product in a compiled module's text."""
+    dtypes = dict(re.findall(r"%?([\w.-]+)(?: = |: )(\w+)\[", text))
+    operands = re.findall(r" dot\(%?([\w.-]+), %?([\w.-]+)\)", text)
+    return [(dtypes[lhs], dtypes[rhs]) for lhs, rhs in operands]
 
 
 class TestContract:
@@ -111,6 +119,17 @@ class TestContract:
         """XLA:CPU folds the transpose into the product, and then refuses to run it."""
         fun = jax.jit(lambda a, b: matmul(a, b, output_dtype=F32).T)
         assert fun(normal(0, 32, 16, dtype=BF16), normal(1, 16, 8, dtype=BF16)).shape == (8, 32)
+
+    @pytest.mark.parametrize("shape", [(8, 256, 256), (64, 64), (4, 128, 32)])
+    def test_cpu_is_given_narrow_operands(self, shape):
+        """XLA:CPU computes a product in f32, at its speed, if its form is not the right one."""
+
+        def loss(x, w):
+            return jnp.sum(matmul(x, w).astype(F32) ** 2)
+
+        x, w = (jax.ShapeDtypeStruct(s, F32) for s in (shape, (shape[-1], 1024)))
+        text = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(x, w).compile().as_text()
+        assert dot_operands(text) == [("bf16", "bf16")] * 3
 
     def test_policies_by_name_and_bad_ones(self):
         assert matmul(jnp.ones((2, 2)), jnp.ones((2, 2)), policy="mixed_float16").dtype == F16
