@@ -2,8 +2,17 @@
 
 import os
 
-# Several virtual devices, for the tests of meshes; read when JAX starts.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+# Read when JAX starts. Several virtual devices, for the tests of meshes. Most programs run once, on
+# little data, so that compilation takes the time: it optimizes less, and what one worker, script or
+# run has compiled the others load.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+)
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".jax_cache")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax
 import jax.numpy as jnp

@@ -303,7 +303,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
             "mixed_bfloat16",
             "mixed_float16",
         ]
-        args.depth, args.width, args.epochs = 10, 8, 4
+        args.depth, args.width, args.epochs = 10, 8, 2
     return args
 
 
@@ -311,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     args = parse_args(argv)
     try:
-        images = load_images(args.data, limit=512 if args.smoke else None)
+        images = load_images(args.data, limit=256 if args.smoke else None)
         print(
             f"{images.name}: {len(images.train.labels):,} images to train on, "
             f"{len(images.test.labels):,} held out; device: {jax.devices()[0].device_kind}",

@@ -4,30 +4,34 @@
 true f32 gradients for `nnx.Optimizer(model, jaxmp.mixed_precision(tx, policy), wrt=nnx.Param)`.
 """
 
-import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from jaxmp import _tree, train
-from jaxmp._dtypes import FLOAT32, HALF_DTYPES, dtype_name
+from jaxmp._dtypes import FLOAT32, HALF_DTYPES
 from jaxmp._modules import (
     Found,
     ModuleRules,
     PolicyTable,
     call,
-    own_dtype,
     own_param_dtype,
     policy_table,
 )
+from jaxmp._nnx_modules import (
+    enter_scopes,
+    find_all,
+    is_container,
+    is_wrapped,
+    leaves_by_module,
+    modules_of,
+    parent_of,
+    subclass,
+)
 from jaxmp.audit import audit
-from jaxmp.autocast._region import policy_scope
 from jaxmp.optim._skip import CLEAN, LARGEST_GRADIENT
 from jaxmp.policy import Policy, get_policy
 
@@ -89,13 +93,13 @@ def wrap(
             "wrap(model, policy, methods=[...])."
         )
     parsed = ModuleRules.parse(policy, rules)
-    modules = _modules(model)
-    leaves = _leaves_by_module(model, modules)
+    modules = modules_of(model)
+    leaves = leaves_by_module(model, modules)
     names = [f"{path}/{name}".lstrip("/") for path, own in leaves.items() for name in own]
     unused = parsed.unused(modules, names)
     if unused:
         raise ValueError(parsed.message_of_unused(unused, modules, map(type, modules.values())))
-    copy = _stored(model, modules, _find_all(parsed, modules, leaves))
+    copy = _stored(model, modules, find_all(parsed, modules, leaves))
     copy.__class__ = _wrapped_class(type(model), parsed, tuple(methods))
     return copy
 
@@ -108,7 +112,7 @@ def unwrap(model: M) -> M:
         >>> type(unwrap(model)) is nnx.Linear
         True
     """
-    if not _is_wrapped(model):
+    if not is_wrapped(model):
         raise TypeError(f"{type(model).__name__} is not wrapped: pass what jaxmp.nnx.wrap gave.")
     copy = nnx.clone(model)
     copy.__class__ = vars(type(model))["wrapped_class"]
@@ -167,7 +171,7 @@ def value_and_grad(
         def fun(wanted: Any, params: Any, rest: Any) -> Any:
             inner, args, kwargs = _merged(graphdef, wanted, params, rest)
             before, statics = _values(inner, args, kwargs), _statics(inner)
-            _enter_scopes(inner, rules, policy)
+            enter_scopes(inner, rules, policy)
             results = loss_fn(inner, *args, **kwargs)
             _check_statics(statics, inner)
             loss, aux = results if has_aux else (results, None)
@@ -201,7 +205,7 @@ def _check_module(model: Any) -> None:
 def _check(model: Any) -> None:
     _check_module(model)
     for path, module in nnx.iter_modules(model):
-        if _is_wrapped(module):
+        if is_wrapped(module):
             name = "/".join(map(str, path))
             where = f", at {name!r}" if name else ""
             raise ValueError(
@@ -210,29 +214,25 @@ def _check(model: Any) -> None:
             )
 
 
-def _is_wrapped(module: Any) -> bool:
-    return "module_rules" in vars(type(module))
-
-
 def _policy_table(self: Any, *args: Any, **kwargs: Any) -> PolicyTable:
     """Returns which module computes in what, for the arguments of a call; runs nothing."""
     graphdef, params, rest = nnx.split((self, args, kwargs), nnx.Param, ...)
     applied = _applied(type(self), self.computing_methods[0], graphdef)
     report = audit(applied, _tree.cast_floats(params, FLOAT32), rest, target=None)
     products = [(row.path, row.operand_dtypes) for row in report.products]
-    modules = _modules(self)
-    leaves = _leaves_by_module(self, modules)
-    found = _find_all(self.module_rules, modules, leaves)
+    modules = modules_of(self)
+    leaves = leaves_by_module(self, modules)
+    found = find_all(self.module_rules, modules, leaves)
     shown = {
         path: (_as_written(module), found[path])
         for path, module in modules.items()
-        if not _is_container(module)
+        if not is_container(module)
     }
     return policy_table(self.module_rules, shown, leaves, products)
 
 
 def _as_written(module: Any) -> Any:
-    return unwrap(module) if _is_wrapped(module) else module
+    return unwrap(module) if is_wrapped(module) else module
 
 
 @functools.lru_cache(maxsize=1024)
@@ -256,20 +256,12 @@ def _wrapped_class(cls: Any, rules: ModuleRules, methods: Sequence[str]) -> Any:
         "policy_table": _policy_table,
         "__reduce__": lambda self: (_rewrap, (unwrap(self), rules, methods)),
     }
-    return _subclass(cls, namespace | {name: computing(name) for name in methods})
+    return subclass(cls, namespace | {name: computing(name) for name in methods})
 
 
 def _rewrap(model: Any, rules: ModuleRules, methods: Sequence[str]) -> Any:
     model.__class__ = _wrapped_class(type(model), rules, methods)
     return model
-
-
-def _subclass(cls: Any, namespace: dict[str, Any]) -> Any:
-    """Returns a subclass that instances of the class can become: it has no other bases."""
-    names = ("__module__", "__qualname__", "__doc__")
-    alike = {name: getattr(cls, name) for name in names}
-    is_pytree = getattr(cls, "_pytree__is_pytree", True)
-    return type(cls)(cls.__name__, (cls,), alike | namespace, pytree=is_pytree)
 
 
 def _applied(cls: Any, method: str, graphdef: Any) -> Callable[..., Any]:
@@ -279,7 +271,7 @@ def _applied(cls: Any, method: str, graphdef: Any) -> Callable[..., Any]:
     def fun(params: Any, rest: Any) -> Any:
         model, args, kwargs = _merged(graphdef, params, rest)
         before, statics = _values(model, args, kwargs), _statics(model)
-        _enter_scopes(model, rules, rules.policy)
+        enter_scopes(model, rules, rules.policy)
         results = getattr(model, method)(*args, **kwargs)
         _check_statics(statics, model)
         return rules.policy.cast_to_output(results), _changed(before, model, args, kwargs)
@@ -323,8 +315,9 @@ def _update(nodes: Any, changed: nnx.State, finite: Any = None) -> None:
             kept.append((path, variable))  # what is sown grows
         else:
             value = _tree.like(variable, old[path])
-            is_sure = finite is None
-            kept.append((path, value if is_sure else _tree.select_tree(finite, value, old[path])))
+            if finite is not None:
+                value = _tree.select_tree(finite, value, old[path])
+            kept.append((path, value))
     nnx.update(nodes, nnx.from_flat_state(kept))
     for path, variable in new:
         parent = nodes
@@ -334,26 +327,26 @@ def _update(nodes: Any, changed: nnx.State, finite: Any = None) -> None:
         setattr(parent, path[-1], variable)
 
 
-def _statics(model: Any) -> dict[tuple[str, str], Any]:
-    """Returns the numbers and texts among the attributes of modules, and the modules' types."""
-    found: dict[tuple[str, str], Any] = {}
-    for path, module in _modules(model).items():
+def _statics(model: Any) -> dict[tuple[str, str], str]:
+    """Returns as text the modules' types and the numbers and texts among their attributes."""
+    found: dict[tuple[str, str], str] = {}
+    for path, module in modules_of(model).items():
         found[path, ""] = type(module).__name__
         for name, value in vars(module).items():
             if isinstance(value, bool | int | float | str | None) and not name.startswith("_"):
-                found[path, name] = value
+                found[path, name] = repr(value)
     return found
 
 
-def _check_statics(before: dict[tuple[str, str], Any], model: Any) -> None:
+def _check_statics(before: dict[tuple[str, str], str], model: Any) -> None:
     """Raises ValueError if a call changed what is no array: nobody outside would see it."""
     for (path, name), value in _statics(model).items():
-        if (path, name) in before and before[path, name] == value:
+        if before.get((path, name)) == value:
             continue
         where = f"{type(model).__name__}{f' at {path!r}' if path else ''}"
         if name:
             raise ValueError(
-                f"A call of this {where} sets {name!r} to {value!r}, which would be lost: the call "
+                f"A call of this {where} sets {name!r} to {value}, which would be lost: the call "
                 "is traced. Keep it in an nnx.Variable, or set it outside of the call."
             )
         raise ValueError(
@@ -371,134 +364,17 @@ def _without_variables(tree: Any) -> Any:
     )
 
 
-def _modules(model: Any) -> dict[str, Any]:
-    """Returns the modules by path, each module before those inside."""
-
-    def order(item: tuple[Any, Any]) -> Any:
-        return [(isinstance(key, str), key) for key in item[0]]
-
-    found = sorted(nnx.iter_modules(model), key=order)
-    return {"/".join(map(str, path)): module for path, module in found}
-
-
-def _is_container(module: Any) -> bool:
-    return isinstance(module, nnx.List | nnx.Dict)
-
-
-def _is_opaque(module: Any) -> bool:
-    """Whether a module is left as it is: it has no calls, or takes all attributes for its own."""
-    return _is_container(module) or isinstance(module, nnx.bridge.ToNNX)
-
-
-def _leaves_by_module(model: Any, modules: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {path: {} for path in modules}
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        owner, name = "/".join(map(str, path[:-1])), str(path[-1])
-        leaves = [leaf for leaf in jax.tree.leaves(variable) if hasattr(leaf, "dtype")]
-        if leaves:
-            found.setdefault(owner, {})[name] = leaves[0]
-    return found
-
-
-def _find_all(
-    rules: ModuleRules, modules: Mapping[str, Any], leaves: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Found]:
-    found: dict[str, Found] = {}
-    for path, module in modules.items():
-        parent = found.get(_parent_of(path, found)) if path else None
-        names = [f"{path}/{name}".lstrip("/") for name in leaves.get(path, {})]
-        found[path] = rules.find(path, module, _own_dtype(module), names, parent)
-    return found
-
-
-def _own_dtype(module: Any) -> np.dtype | None:
-    """Returns the dtype that a module was told to compute in; some have f32 if told nothing."""
-    dtype = own_dtype(module)
-    is_default = isinstance(module, nnx.Embed | nnx.SimpleCell) and dtype == FLOAT32
-    return None if is_default else dtype
-
-
-def _parent_of(path: str, modules: Mapping[str, Any]) -> str:
-    """Returns the path of the innermost module that a module is in."""
-    outer = path.rpartition("/")[0]
-    while outer and outer not in modules:
-        outer = outer.rpartition("/")[0]
-    return outer
-
-
 def _stored(model: Any, modules: Mapping[str, Any], found: Mapping[str, Found]) -> Any:
     """Returns a copy of a model with parameters in the dtypes that their policies store."""
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def store(name: str, leaf: Any) -> Any:
-        path = _parent_of(name, found)
+        path = parent_of(name, found)
         own = own_param_dtype(modules[path])
         return _tree.cast_leaf(leaf, found[path].policy.param_dtype if own is None else own)
 
     return _merged(graphdef, _tree.map_named(store, params), rest)
 
 
-def _enter_scopes(model: Any, rules: ModuleRules, outer: Policy) -> None:
-    """Lets the modules of a fresh copy of a model enter scopes of their names and policies.
-
-    Args:
-        model: a copy that nobody else has.
-        rules: for its modules.
-        outer: the policy of what stands in no module.
-    """
-    if _is_wrapped(model):
-        model.__class__ = vars(type(model))["wrapped_class"]
-    modules = {path: m for path, m in _modules(model).items() if not _is_opaque(m)}
-    found = _find_all(rules, modules, _leaves_by_module(model, modules))
-    has_policies = any(each.policy != outer for each in found.values())
-    for path, module in modules.items():
-        parent = _parent_of(path, modules)
-        name = path[len(parent) :].lstrip("/")
-        policy = found[path].policy
-        above = found[parent].policy if path else rules.policy
-        narrows = policy.output_dtype in HALF_DTYPES and policy.output_dtype != above.output_dtype
-        if _is_wrapped(module):
-            continue  # it computes under its own policy
-        module.__class__ = _scoped_class(vars(type(module)).get("scoped_class", type(module)))
-        # Static and text, so that it survives nnx.split and nnx.merge inside.
-        module._jaxmp_name = name
-        module._jaxmp_policy = str(policy) if has_policies else ""
-        module._jaxmp_output = dtype_name(policy.output_dtype) if narrows else ""
-
-
 def _rules_of(model: Any, policy: Policy) -> ModuleRules:
-    return model.module_rules if _is_wrapped(model) else ModuleRules.parse(policy, None)
-
-
-@functools.lru_cache(maxsize=1024)
-def _scoped_class(cls: Any) -> Any:
-    """Returns a class whose methods are computed in the scope of the module's name and policy."""
-    methods = {name: _in_scope(name, getattr(cls, name)) for name in _method_names(cls)}
-    return _subclass(cls, {"scoped_class": cls} | methods)
-
-
-def _method_names(cls: type) -> Iterator[str]:
-    own = cls.__mro__[: cls.__mro__.index(nnx.Module)]
-    names = dict.fromkeys(name for base in own for name in vars(base))
-    for name in names:
-        is_public = name == "__call__" or not name.startswith("_")
-        first = next(vars(base)[name] for base in own if name in vars(base))
-        if is_public and inspect.isfunction(first):
-            yield name
-
-
-def _in_scope(name: str, fun: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(fun)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        path = self._jaxmp_name
-        label = path if name == "__call__" or not path else f"{path}.{name}"
-        with contextlib.ExitStack() as scopes:
-            if label:
-                scopes.enter_context(jax.named_scope(label))
-            if self._jaxmp_policy:
-                scopes.enter_context(policy_scope(get_policy(self._jaxmp_policy)))
-            results = fun(self, *args, **kwargs)
-            output = self._jaxmp_output
-            return _tree.cast_floats(results, jnp.dtype(output)) if output else results
-
-    return method
+    return model.module_rules if is_wrapped(model) else ModuleRules.parse(policy, None)

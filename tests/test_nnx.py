@@ -408,6 +408,16 @@ class TestModels:
         with pytest.raises(ValueError, match="makes a Linear"):
             wrap(Lazy(), "mixed_bfloat16")(X)
 
+    def test_an_attribute_that_is_no_number_is_unchanged(self):
+        class Threshold(nnx.Module):
+            def __init__(self):
+                self.best = float("nan")
+
+            def __call__(self, x):
+                return x
+
+        assert wrap(Threshold(), "mixed_bfloat16")(X).shape == X.shape
+
 
 class TestRules:
     def test_by_path_and_by_type(self):

@@ -1,4 +1,4 @@
-"""A small GPT with parameters stored in bf16: 300 steps."""
+"""A small GPT with parameters stored in bf16."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from jaxmp import optim
 from tests import reference_gpt
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-SHAPE = reference_gpt.Shape(width=64, heads=2, layers=2, length=64, vocabulary=256, batch=8)
-STEPS, SEEN = 300, 20
+SHAPE = reference_gpt.Shape(width=64, heads=2, layers=1, length=64, vocabulary=256, batch=8)
+STEPS, SEEN = 150, 20
 
 
 def adam():
@@ -76,7 +76,7 @@ def last_loss(way):
 def test_narrow_parameters_and_state_end_where_float32_does():
     right = last_loss("float32")
     for way in ("eight bits", "kahan", "stochastic_rounding"):
-        assert abs(last_loss(way) / right - 1) < 0.01, way
+        assert abs(last_loss(way) / right - 1) < 0.005, way
     assert last_loss("plain") / right - 1 > 0.01
 
 
@@ -104,7 +104,7 @@ def test_masters_are_those_of_float32_adam_on_the_same_gradients():
     for master, right, live in zip(
         *map(jax.tree.leaves, (masters, plain_params, params)), strict=True
     ):
-        # Each of 300 updates of at most 1e-3 is rounded in f32, and so is the sum.
+        # Each update of at most 1e-3 is rounded in f32, and so is the sum.
         bound = STEPS * 2.0**-24 * (float(jnp.max(jnp.abs(right))) + 1e-2)
         np.testing.assert_allclose(master, right, atol=bound)
         np.testing.assert_array_equal(live, master.astype(BF16))

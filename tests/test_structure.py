@@ -12,6 +12,7 @@ import pytest
 import jaxmp
 import jaxmp.checkpoint
 import jaxmp.optim
+from jaxmp import linen, nnx
 
 PACKAGE = Path(jaxmp.__file__).parent
 
@@ -41,6 +42,7 @@ LAYERS = {
     "train": 4,
     "audit": 5,
     "_modules": 5,
+    "_nnx_modules": 5,
     "linen": 5,
     "nnx": 5,
     "_dtype_speed": 6,
@@ -86,7 +88,7 @@ def test_module_imports_only_lower_layers(path):
 def test_module_imports_nothing_private_of_jax_and_flax_only_in_its_leaves(path):
     for name in imports_of(path):
         assert not name.startswith("jax._src")
-        assert not name.startswith("flax") or unit_of(path) in {"linen", "nnx"}
+        assert not name.startswith("flax") or unit_of(path) in {"linen", "nnx", "_nnx_modules"}
 
 
 def test_public_names_are_exactly_all():
@@ -103,7 +105,7 @@ def test_every_name_of_jmp_is_there():
     assert set(jmp.__all__) <= set(jaxmp.__all__)
 
 
-@pytest.mark.parametrize("module", [jaxmp, jaxmp.optim, jaxmp.checkpoint])
+@pytest.mark.parametrize("module", [jaxmp, jaxmp.optim, jaxmp.checkpoint, linen, nnx])
 def test_every_public_thing_has_a_docstring(module):
     for name in module.__all__:
         thing = getattr(module, name)

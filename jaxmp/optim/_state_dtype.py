@@ -1,5 +1,6 @@
 """Optimizer state in fewer bytes."""
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -132,12 +133,18 @@ def _stored(formats: Mapping[str, Any], state: Any, key: jax.Array) -> Any:
         wanted = _format_of(formats, path)
         if wanted is None or wanted == FLOAT32 or dtype_of(leaf) != FLOAT32:
             return leaf
-        bits = jax.random.bits(jax.random.fold_in(key, i), jnp.shape(leaf), jnp.uint32)
-        if isinstance(wanted, str):
-            return encode(leaf, bits, is_square=wanted == "block8_square")
-        return round_stochastically(leaf, wanted, bits).astype(wanted)
+        return _narrowed(leaf, jax.random.fold_in(key, i), wanted)
 
     return treedef.unflatten(stored(i, path, leaf) for i, (path, leaf) in enumerate(pairs))
+
+
+# Compiled, since outside of a jitted step each of its many operations would be by itself.
+@functools.partial(jax.jit, static_argnames="wanted")
+def _narrowed(leaf: Any, key: jax.Array, wanted: Any) -> Any:
+    bits = jax.random.bits(key, jnp.shape(leaf), jnp.uint32)
+    if isinstance(wanted, str):
+        return encode(leaf, bits, is_square=wanted == "block8_square")
+    return round_stochastically(leaf, wanted, bits).astype(wanted)
 
 
 def _wide(formats: Mapping[str, Any], state: Any) -> Any:
