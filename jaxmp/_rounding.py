@@ -59,6 +59,32 @@ def narrow(x: jax.Array, dtype: np.dtype | str) -> jax.Array:
     return round_to(x, dtype).astype(parse_dtype(dtype))
 
 
+def round_to_small(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Rounds f32 values to the nearest of a float of at most 8 bits, ties to even, staying in f32.
+
+    What is too large becomes the largest; infinities and NaN stay what they are. The cast to the
+    dtype is exact then, whatever a compiler makes of it: some go by way of a half precision dtype.
+
+    Args:
+        x: f32[...].
+        dtype: float8_e4m3fn, float8_e5m2 or float4_e2m1fn.
+
+    Returns:
+        f32[...].
+
+    Example:
+        >>> round_to_small(jnp.array([0.3, 500.0]), jnp.float8_e4m3fn)
+        Array([3.125e-01, 4.480e+02], dtype=float32)
+    """
+    info = jnp.finfo(dtype)
+    largest = jnp.float32(float(info.max))
+    step = jnp.float32(float(info.smallest_subnormal))
+    rounded = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=info.nmant)
+    subnormal = lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+    rounded = lax.select(jnp.abs(x) < float(info.smallest_normal), subnormal, rounded)
+    return lax.select(jnp.isfinite(x), jnp.clip(rounded, -largest, largest), x)
+
+
 def round_stochastically(x: jax.Array, dtype: np.dtype | str, bits: jax.Array) -> jax.Array:
     """Rounds f32 values up or down to a narrower dtype, the nearer the likelier, staying in f32.
 

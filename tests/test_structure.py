@@ -12,7 +12,7 @@ import pytest
 import jaxmp
 import jaxmp.checkpoint
 import jaxmp.optim
-from jaxmp import linen, nnx
+from jaxmp import fp8, linen, nnx
 
 PACKAGE = Path(jaxmp.__file__).parent
 
@@ -33,6 +33,7 @@ LAYERS = {
     "_widen": 1,
     "_product": 2,
     "matmul": 2,
+    "fp8": 2,
     "autocast": 3,
     "optim": 3,
     "_loss": 4,
@@ -105,7 +106,7 @@ def test_every_name_of_jmp_is_there():
     assert set(jmp.__all__) <= set(jaxmp.__all__)
 
 
-@pytest.mark.parametrize("module", [jaxmp, jaxmp.optim, jaxmp.checkpoint, linen, nnx])
+@pytest.mark.parametrize("module", [jaxmp, jaxmp.optim, jaxmp.checkpoint, fp8, linen, nnx])
 def test_every_public_thing_has_a_docstring(module):
     for name in module.__all__:
         thing = getattr(module, name)

@@ -1,0 +1,6 @@
+"""Arrays in 8 and 4 bits a number, with scales: fp8, MXFP8 and NVFP4."""
+
+from jaxmp.fp8._blocks import quantize_blocks
+from jaxmp.fp8._quantize import Quantized, dequantize, quantize, scale_for
+
+__all__ = ["Quantized", "dequantize", "quantize", "quantize_blocks", "scale_for"]
