@@ -42,9 +42,9 @@ def quantize(
 ) -> Quantized:
     """Returns an array in 8 bits a number: rounded to nearest even, and saturated.
 
-    What is too large becomes the largest number (448 in e4m3, 57344 in e5m2) and NaN stays NaN.
-    Infinity stays infinity in e5m2 and becomes NaN in e4m3, which has none, so that a check for
-    finite numbers sees it. The scale is of the finite numbers alone, and finite and positive.
+    What is too large becomes the largest number (448 in e4m3, 57344 in e5m2). NaN stays NaN and
+    infinity becomes NaN, so that a check for finite numbers sees it; e4m3 has no infinity. The
+    scale is of the finite numbers alone, and finite and positive.
 
     Args:
         x: f32, bf16 or f16[...].
@@ -150,7 +150,8 @@ def encode(scaled: jax.Array, dtype: np.dtype, key: Any = None) -> jax.Array:
     if key is None:
         return round_to_small(scaled, dtype).astype(dtype)
     bits = jax.random.bits(key, scaled.shape, jnp.uint32)
-    return round_stochastically(scaled, dtype, bits).astype(dtype)
+    finite = jnp.where(jnp.isinf(scaled), jnp.nan, scaled)
+    return round_stochastically(finite, dtype, bits).astype(dtype)
 
 
 def _for_each(scales: jax.Array, shape: Sequence[int]) -> jax.Array:
