@@ -29,16 +29,35 @@ PLAIN_PRODUCTS = frozenset({DOT_GENERAL.name, CONVOLUTION.name, _RAGGED})
 
 # Operands: the two that are multiplied, and the sizes of groups if the product is ragged.
 # Parameters: `base`, the plain primitive; `params`, its parameters as sorted pairs;
-# `compute_dtype` of the multiplied operands; `accum_dtype` of the sums; `out_dtype` of the result.
+# `compute_dtype` of the multiplied operands; `accum_dtype` of the sums; `out_dtype` of the result;
+# `recipe`, by which the operands are quantized, or None; `gradient`, which of them is a gradient.
 product_p = Primitive("mixed_product")
 
 
 class Dtypes(NamedTuple):
-    """Of a mixed product: of what is multiplied, of the sums, and of the result."""
+    """Of a mixed product: of what is multiplied, of the sums, and of the result.
+
+    Attributes:
+        compute_dtype: of the operands.
+        accum_dtype: of the sums.
+        out_dtype: of the result.
+        recipe: how the operands are quantized to fewer bits, or None: the methods `takes`, `dtypes`
+            and `quantized` of `jaxmp.fp8.CurrentScaling`.
+        gradient: which operand is a gradient, 0 or 1, or None.
+    """
 
     compute_dtype: np.dtype
     accum_dtype: np.dtype
     out_dtype: np.dtype
+    recipe: Any = None
+    gradient: int | None = None
+
+    def for_operands(self, base: Primitive, params: dict[str, Any], lhs: Any, rhs: Any) -> "Dtypes":
+        """Returns these without a recipe that does not take such a product."""
+        if self.recipe is None or base is not DOT_GENERAL:
+            return self._replace(recipe=None)
+        takes = self.recipe.takes(lhs.shape, rhs.shape, params["dimension_numbers"])
+        return self if takes else self._replace(recipe=None)
 
 
 def product(base: Primitive, params: dict[str, Any], dtypes: Dtypes, *operands: Any) -> jax.Array:
@@ -93,8 +112,18 @@ def _plain(base: Primitive, params: Sequence[tuple[str, Any]], *operands: Any) -
     return base.bind(*operands, **dict(params))
 
 
-def _replay(jaxpr: ClosedJaxpr, args: Sequence[Any], dtypes: Dtypes) -> Any:
-    """Runs a traced rule of one result with the mixed product for the plain one."""
+def _replay(
+    jaxpr: ClosedJaxpr, args: Sequence[Any], dtypes: Dtypes, *, of_gradient: bool = False
+) -> Any:
+    """Runs a traced rule of one result with the mixed product for the plain one.
+
+    Args:
+        jaxpr: the rule.
+        args: its arguments.
+        dtypes: of the product.
+        of_gradient: whether the first argument is the gradient of a result.
+    """
+    gradients = set(jaxpr.jaxpr.invars[:1]) if of_gradient else set()
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     values |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
 
@@ -104,13 +133,21 @@ def _replay(jaxpr: ClosedJaxpr, args: Sequence[Any], dtypes: Dtypes) -> Any:
     for eqn in jaxpr.jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name in PLAIN_PRODUCTS:
-            results = product(eqn.primitive, eqn.params, dtypes, *operands)
+            sides = [i for i, atom in enumerate(eqn.invars) if _is_among(atom, gradients)]
+            own = dtypes._replace(gradient=sides[0]) if sides else dtypes
+            results = product(eqn.primitive, eqn.params, own, *operands)
         else:
+            if any(_is_among(atom, gradients) for atom in eqn.invars):
+                gradients.update(eqn.outvars)
             results = eqn.primitive.bind(*operands, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
         values.update(zip(eqn.outvars, results, strict=True))
     (result,) = jaxpr.jaxpr.outvars
     return read(result)
+
+
+def _is_among(atom: Any, variables: set[Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in variables
 
 
 @product_p.def_abstract_eval
@@ -151,8 +188,8 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     base, plain, dtypes = params.pop("base"), params.pop("params"), Dtypes(**params)
     specs = tuple(map(_float32_spec, (cotangent, *others)))
     jaxpr = _traced_gradient(base, plain, side, _float32_spec(_Linear(aval)), specs)
-    own = dtypes._replace(out_dtype=aval.dtype)
-    gradients[side] = _replay(jaxpr, (cotangent, *others), own)
+    own = dtypes._replace(out_dtype=aval.dtype, gradient=None)
+    gradients[side] = _replay(jaxpr, (cotangent, *others), own, of_gradient=True)
     return gradients
 
 
@@ -209,6 +246,8 @@ def _compute(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
     The narrow result is asked for directly: the compiler would store a float32 one first.
     """
     dtypes = Dtypes(**named)
+    if dtypes.recipe is not None:
+        return _quantized(lax.dot_general, operands, params, dtypes)
     narrow = dtypes.accum_dtype == FLOAT32 and dtypes.out_dtype in HALF_DTYPES
     asked = dtypes.out_dtype if narrow else dtypes.accum_dtype
     wanted = dict(params) | {"preferred_element_type": asked}
@@ -303,6 +342,8 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     Barriers keep the roundings there too.
     """
     dtypes = Dtypes(**named)
+    if dtypes.recipe is not None:
+        return _quantized(_cpu_dot_of_codes, operands, params, dtypes)
     narrowed = _narrowed(operands, dtypes.compute_dtype)
     is_fast = dtypes.compute_dtype == BFLOAT16 and _has_fast_path(*narrowed[:2])
     matmul = _as_matmul(dict(params), *narrowed) if base is CONVOLUTION else None
@@ -316,6 +357,35 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     result = base.bind(*_narrowed(_kept(base, narrowed), FLOAT32), **asked)
     (result,) = _kept(base, [_rounded(result, dtypes)])
     return result
+
+
+def _quantized(
+    dot: Callable[..., Any], operands: Sequence[Any], params: Any, dtypes: Dtypes
+) -> Any:
+    """The product of quantized operands.
+
+    Scales are powers of two, so a bfloat16 result is multiplied by them without another rounding;
+    float16 has not the range for that.
+    """
+    left, right = dtypes.recipe.quantized(*operands, dtypes.gradient)
+    narrow = dtypes.accum_dtype == FLOAT32 and dtypes.out_dtype == BFLOAT16
+    asked = BFLOAT16 if narrow else dtypes.accum_dtype
+    numbers = dict(params)["dimension_numbers"]
+    result = dot(left.codes, right.codes, numbers, preferred_element_type=asked)
+    scale = lax.reshape(left.scales, ()) * lax.reshape(right.scales, ())
+    result = result * lax.convert_element_type(scale, asked)
+    return lax.convert_element_type(result, dtypes.out_dtype)
+
+
+def _cpu_dot_of_codes(left: Any, right: Any, numbers: Any, preferred_element_type: Any) -> Any:
+    """The product of codes of 8 bits as bfloat16 or float32, which hold them."""
+    lhs, rhs = (lax.convert_element_type(codes, BFLOAT16) for codes in (left, right))
+    if _has_fast_path(lhs, rhs):
+        result = _cpu_matmul(lhs, rhs, numbers)
+    else:
+        lhs, rhs = (lax.convert_element_type(codes, FLOAT32) for codes in (left, right))
+        result = lax.dot_general(lhs, rhs, numbers, preferred_element_type=FLOAT32)
+    return lax.convert_element_type(result, preferred_element_type)
 
 
 def _rounded(result: Any, dtypes: Dtypes) -> Any:

@@ -29,6 +29,7 @@ from jaxmp._product import (
     vary_alike,
 )
 from jaxmp._rebind import evaluate
+from jaxmp.fp8 import get_recipe
 from jaxmp.policy import Policy, get_policy
 
 __all__ = [
@@ -81,12 +82,13 @@ def _mixed(fun: Any, operands: Sequence[Any], policy: Policy, output_dtype: Any)
     if _is_plain(operands[:2], dtypes):
         return fun(*operands)
     base, params = traced_params(fun, *operands)
-    return product(base, params, dtypes, *operands)
+    return product(base, params, dtypes.for_operands(base, params, *operands[:2]), *operands)
 
 
 def _dtypes(policy: Policy, output_dtype: Any) -> Dtypes:
     out_dtype = policy.compute_dtype if output_dtype is None else parse_dtype(output_dtype)
-    return Dtypes(policy.compute_dtype, policy.accum_dtype, out_dtype)
+    recipe = get_recipe(policy.recipe)
+    return Dtypes(policy.compute_dtype, policy.accum_dtype, out_dtype, recipe)
 
 
 def _is_plain(operands: Sequence[jax.Array], dtypes: Dtypes) -> bool:
@@ -195,6 +197,7 @@ class _Replay:
 
     def contract(self, eqn: JaxprEqn, operands: Sequence[Any]) -> Any:
         dtypes = self.dtypes if eqn is self.last else self.dtypes._replace(out_dtype=FLOAT32)
+        dtypes = dtypes.for_operands(eqn.primitive, eqn.params, *operands[:2])
         return product(eqn.primitive, eqn.params, dtypes, *operands)
 
 
@@ -265,6 +268,7 @@ def conv_general_dilated(
 def product_of(eqn: JaxprEqn, dtypes: Dtypes, operands: Sequence[Any]) -> Any:
     """Computes the product that an equation is, of its line, with other operands and dtypes."""
     operands = vary_alike(operands)
+    dtypes = dtypes.for_operands(eqn.primitive, eqn.params, *operands[:2])
     params = product_params(eqn.primitive, eqn.params, dtypes)
     (result,) = evaluate(eqn.replace(primitive=product_p, params=params), operands)
     return result

@@ -50,7 +50,8 @@ class Policy(jmp.Policy):
         rules: pairs of a regular expression and the policy (or the name of one) for the leaves
             and modules whose path it is found in (`re.search`, paths like "blocks/0/attn/query");
             of several that match, the last wins.
-        recipe: the name of an fp8 scaling recipe, or None.
+        recipe: the name of an fp8 scaling recipe, by which the matmuls of layers are computed in 8
+            bits a number (`jaxmp.fp8`), or None.
         activation_dtype: what `autocast` keeps results of matrix multiplications in, and what is
             computed of them. None, the default, is the compute dtype. With float32 only the
             operands of matrix multiplications are narrow, which takes more memory and gives more

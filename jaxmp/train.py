@@ -58,7 +58,7 @@ def value_and_grad(
 
     Raises:
         ValueError: when called, if the loss is no real scalar, if there is nothing to
-            differentiate, or if the policy names a recipe.
+            differentiate, or if the policy names a recipe that is not there.
 
     Warns:
         UserWarning: if anything is computed in f16 and no loss scale is given.

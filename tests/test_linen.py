@@ -449,7 +449,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match="Unknown dtype or preset"):
             wrap(Net(), "mixed_bfloat16", rules={nn.Dense: "flaot32"})
         with pytest.raises(ValueError, match="cannot run"):
-            wrap(Net(), "mixed_float8")
+            wrap(Net(), "mixed_mxfp8")
 
     def test_unwrap_of_what_is_not_wrapped(self):
         with pytest.raises(TypeError, match="is not wrapped"):

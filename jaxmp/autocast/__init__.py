@@ -17,6 +17,7 @@ from jaxmp.autocast._lookahead import OUTPUT
 from jaxmp.autocast._region import Region, autocast_scope, full_precision
 from jaxmp.autocast._rules import check_primitives
 from jaxmp.autocast._values import GIVEN, Value, float_dtype, written_state
+from jaxmp.fp8 import get_recipe
 from jaxmp.policy import Policy, get_policy
 
 __all__ = ["autocast", "full_precision"]
@@ -38,8 +39,8 @@ def autocast(
             (Flax Linen, `jax.named_scope`) and of leaves of the arguments.
 
     Raises:
-        ValueError: if the policy names a recipe, or, when called, gives a class to a primitive that
-            nobody knows.
+        ValueError: if the policy names a recipe that is not there, or, when called, gives a class
+            to a primitive that nobody knows.
 
     Warns:
         UserWarning: when called, if a rule of the policy matches nothing.
@@ -99,13 +100,9 @@ def _as_it_is(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_runnable(policy: Policy) -> None:
-    """Raises ValueError if a policy asks for what is not there yet."""
-    recipes = [p.recipe for p in (policy, *(rule for _, rule in policy.rules)) if p.recipe]
-    if recipes:
-        raise ValueError(
-            f"Policy {str(policy)!r} asks for the fp8 recipe {recipes[0]!r}, which this "
-            "version cannot run. Use 'mixed_bfloat16'."
-        )
+    """Raises ValueError if a policy names a recipe that is not there."""
+    for each in (policy, *(rule for _, rule in policy.rules)):
+        get_recipe(each.recipe)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -51,6 +51,7 @@ from jaxmp.autocast._values import (
     narrow,
     written_state,
 )
+from jaxmp.fp8 import get_recipe
 from jaxmp.matmul import product_of
 from jaxmp.policy import Policy
 
@@ -440,7 +441,7 @@ def _product(eqn: JaxprEqn, args: Sequence[Value], uses: int, policy: Policy) ->
     ]
     wide = keeps_float32 or _rules.asks_for_float32(eqn) or (is_island(uses) and uses & OUTPUT)
     out_dtype = FLOAT32 if wide else dtype
-    dtypes = Dtypes(dtype, policy.accum_dtype, out_dtype)
+    dtypes = Dtypes(dtype, policy.accum_dtype, out_dtype, get_recipe(policy.recipe))
     result = Value(product_of(eqn, dtypes, arrays), FULL if wide else narrow(dtype))
     # An island begins here: widened once, for all that use it, whatever calls they are in.
     return result.held_as(FULL) if is_island(uses) else result

@@ -1,6 +1,15 @@
-"""Arrays in 8 and 4 bits a number, with scales: fp8, MXFP8 and NVFP4."""
+"""Arrays and matmuls in 8 and 4 bits a number, with scales: fp8, MXFP8 and NVFP4."""
 
 from jaxmp.fp8._blocks import quantize_blocks
 from jaxmp.fp8._quantize import Quantized, dequantize, quantize, scale_for
+from jaxmp.fp8._recipes import CurrentScaling, get_recipe
 
-__all__ = ["Quantized", "dequantize", "quantize", "quantize_blocks", "scale_for"]
+__all__ = [
+    "CurrentScaling",
+    "Quantized",
+    "dequantize",
+    "get_recipe",
+    "quantize",
+    "quantize_blocks",
+    "scale_for",
+]

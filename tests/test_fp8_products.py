@@ -1,0 +1,289 @@
+"""Matmuls in fp8: which gain, what all three products take and give, under every transformation."""
+
+import collections
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxmp
+from jaxmp import fp8, linen
+from jaxmp import nnx as jaxmp_nnx
+from jaxmp.audit import TargetUnavailableError, audit
+from tests import reference_gpt
+from tests.autocast_tools import BF16, F16, F32, UNIT, eqns_in
+
+FP8 = "mixed_float8"
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), F32)
+
+
+X, W, G = normal(0, 32, 64), normal(1, 64, 48), normal(2, 32, 48)
+
+
+def exact(fun, lhs, lhs_format, rhs, rhs_format):
+    """The product of the quantized operands, in float64."""
+    values = (
+        np.asarray(fp8.dequantize(fp8.quantize(x, fmt, power_of_two=True)), np.float64)
+        for x, fmt in ((lhs, lhs_format), (rhs, rhs_format))
+    )
+    return fun(*values)
+
+
+def assert_close(result, wanted, terms):
+    """Rounding of the result, and of each of the additions in float32."""
+    unit = UNIT[result.dtype.type]
+    bound = (unit + terms * UNIT[F32]) * (np.abs(wanted) + 8 * terms**0.5)
+    assert np.all(np.abs(np.asarray(result, np.float64) - wanted) <= bound)
+
+
+def recipes(fun, *args):
+    """Whether each product of floats is quantized, in the order of the program."""
+    eqns = eqns_in(jax.make_jaxpr(fun)(*args))
+    return [e.params["recipe"] is not None for e in eqns if e.primitive.name == "mixed_product"]
+
+
+@pytest.mark.parametrize("x_dtype", [F32, BF16, F16])
+@pytest.mark.parametrize("out_dtype", [F32, BF16, F16])
+def test_all_three_products(x_dtype, out_dtype):
+    x, w = X.astype(x_dtype), W
+
+    def fun(x, w):
+        return jaxmp.matmul(x, w, policy=FP8, output_dtype=out_dtype)
+
+    y, vjp = jax.vjp(fun, x, w)
+    g = G.astype(out_dtype)
+    dx, dw = jax.jit(vjp)(g)
+    assert (y.dtype, dx.dtype, dw.dtype) == (out_dtype, x_dtype, F32)
+    assert_close(y, exact(np.matmul, x, "e4m3", w, "e4m3"), 64)
+    assert_close(dx, exact(lambda g, w: g @ w.T, g, "e5m2", w, "e4m3"), 48)
+    assert_close(dw, exact(lambda x, g: x.T @ g, x, "e4m3", g, "e5m2"), 32)
+
+
+def test_dtypes_that_the_audit_reports():
+    def loss(x, w):
+        return jnp.sum(jaxmp.matmul(x, w, policy=FP8).astype(F32) ** 2)
+
+    report = audit(jax.grad(loss, (0, 1)), X, W, target=None, policy=FP8)
+    found = [tuple(sorted(row.operand_dtypes)) for row in report.products]
+    assert sorted(found) == [(E4M3, E4M3), (E4M3, E5M2), (E4M3, E5M2)]
+    assert {row.accumulation_dtype for row in report.products} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "dims", "gains"),
+    [
+        ((32, 64), (64, 48), (((1,), (0,)), ((), ())), True),
+        ((2, 16, 64), (64, 48), (((2,), (0,)), ((), ())), True),
+        ((2, 8, 64), (64, 48), (((2,), (0,)), ((), ())), True),
+        ((2, 7, 64), (64, 48), (((2,), (0,)), ((), ())), False),
+        ((32, 64), (64, 40), (((1,), (0,)), ((), ())), False),
+        ((32, 8, 6), (8, 6, 16), (((1, 2), (0, 1)), ((), ())), True),
+        ((32, 24), (24, 16), (((1,), (0,)), ((), ())), False),
+        ((4, 32, 64), (4, 64, 48), (((2,), (1,)), ((0,), (0,))), False),
+        ((0, 64), (64, 48), (((1,), (0,)), ((), ())), False),
+        ((64,), (64, 48), (((0,), (0,)), ((), ())), False),
+    ],
+)
+def test_which_products_gain(lhs, rhs, dims, gains):
+    fun = jaxmp.autocast(lambda x, y: lax.dot_general(x, y, dims), FP8)
+    assert recipes(fun, jnp.ones(lhs), jnp.ones(rhs)) == [gains]
+    assert jax.jit(fun)(jnp.ones(lhs), jnp.ones(rhs)).dtype == F32
+
+
+def test_convolutions_and_einsums():
+    def conv(x, k):
+        return lax.conv_general_dilated(x, k, (1, 1), "SAME")
+
+    x, k = jnp.ones((16, 16, 8, 8)), jnp.ones((16, 16, 3, 3))
+    assert recipes(jaxmp.autocast(conv, FP8), x, k) == [False]
+    by_hand = jaxmp.einsum("bsd,dhk->bshk", jnp.ones((2, 16, 32)), jnp.ones((32, 4, 8)), policy=FP8)
+    assert (by_hand.shape, by_hand.dtype) == ((2, 16, 4, 8), BF16)
+    np.testing.assert_array_equal(by_hand, 32)
+
+
+def loss_of(product):
+    return lambda x, w: jnp.sum(jnp.sin(product(x, w).astype(F32) / 8))
+
+
+def in_fp8(x, w):
+    return jaxmp.matmul(x, w, policy=FP8, output_dtype=F32)
+
+
+class TestTransformations:
+    def test_eager_jit_scan_and_remat_agree(self):
+        eager = jax.grad(loss_of(in_fp8), (0, 1))(X, W)
+        jitted = jax.jit(jax.grad(loss_of(in_fp8), (0, 1)))(X, W)
+        remat = jax.jit(jax.grad(jax.checkpoint(loss_of(in_fp8)), (0, 1)))(X, W)
+        _, scanned = lax.scan(
+            lambda c, _: (c, jax.grad(loss_of(in_fp8), (0, 1))(X, W)), 0, None, length=2
+        )
+        scanned = jax.tree.map(lambda leaf: leaf[1], scanned)
+        for other in (jitted, remat, scanned):
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), eager, other)
+
+    def test_vmap_shares_the_scale(self):
+        xs = jnp.stack([X, 2 * X])
+        batched = jax.vmap(in_fp8, (0, None))(xs, W)
+        assert_close(batched, exact(np.matmul, xs, "e4m3", W, "e4m3"), 64)
+        grads = jax.vmap(jax.grad(loss_of(in_fp8)), (0, None))(xs, W)
+        plain = jax.vmap(jax.grad(loss_of(jnp.matmul)), (0, None))(xs, W)
+        assert cosine(grads, plain) > 0.98
+
+    def test_forward_mode_and_second_order(self):
+        _, tangent = jax.jvp(in_fp8, (X, W), (normal(5, 32, 64), normal(6, 64, 48)))
+        _, plain = jax.jvp(jnp.matmul, (X, W), (normal(5, 32, 64), normal(6, 64, 48)))
+        assert cosine(tangent, plain) > 0.99
+
+        def twice(product):
+            def norm(x, w):
+                return jnp.sum(jax.grad(loss_of(product))(x, w) ** 2)
+
+            return jax.jit(jax.grad(norm, 1))(X / 8, W)
+
+        assert cosine(twice(in_fp8), twice(jnp.matmul)) > 0.98
+
+    def test_on_a_mesh_the_scale_is_of_the_whole_array(self):
+        mesh = jax.make_mesh((4,), ("data",))
+        rows = jax.NamedSharding(mesh, jax.P("data", None))
+        x = X.at[0, 0].set(100.0)
+        sharded = jax.jit(in_fp8)(jax.device_put(x, rows), W)
+        np.testing.assert_array_equal(sharded, jax.jit(in_fp8)(x, W))
+
+
+def cosine(one, other):
+    one, other = (np.asarray(x, np.float64).ravel() for x in (one, other))
+    return one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+
+
+SHAPE = reference_gpt.Shape(width=64, heads=2, layers=2, length=64, vocabulary=256, batch=4)
+
+
+def gpt_loss(params, tokens):
+    with jax.numpy_dtype_promotion("standard"):
+        logits = reference_gpt.model(params, tokens[:, :-1], SHAPE, "float32")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def gpt_arguments():
+    params = reference_gpt.init(jax.random.key(0), SHAPE)
+    tokens = jax.random.randint(jax.random.key(1), (SHAPE.batch, SHAPE.length + 1), 0, 256)
+    return jax.tree.map(lambda leaf: leaf * 4 if leaf.ndim > 1 else leaf, params), tokens
+
+
+@pytest.mark.slow
+def test_gradients_of_a_gpt():
+    params, tokens = gpt_arguments()
+    low = jax.jit(jaxmp.value_and_grad(gpt_loss, FP8))
+    loss, grads = low(params, tokens)
+    plain_loss, plain = jax.jit(jax.value_and_grad(gpt_loss))(params, tokens)
+    assert abs(loss / plain_loss - 1) < 2.0**-7
+    for grad, right in zip(jax.tree.leaves(grads), jax.tree.leaves(plain), strict=True):
+        assert (grad.dtype, grad.shape) == (F32, right.shape)
+        assert cosine(grad, right) > 0.99
+
+
+def test_attention_stays_in_bfloat16_and_rules_choose():
+    params, tokens = gpt_arguments()
+    fun = jaxmp.value_and_grad(gpt_loss, FP8)
+    # Four layers' matmuls in each of two blocks and the head, three times; two of attention.
+    assert collections.Counter(recipes(fun, params, tokens)) == {True: 27, False: 12}
+    only = jaxmp.Policy(rules={"inner": FP8})
+
+    def named(x, w):
+        with jax.named_scope("inner"):
+            y = x @ w
+        return y @ w.T
+
+    assert recipes(jaxmp.autocast(named, only), X, W) == [True, False]
+
+
+class Mlp(nnx.Module):
+    def __init__(self):
+        self.hidden = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+        self.head = nnx.Linear(32, 16, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.hidden(x)))
+
+
+def test_flax_models_by_rules():
+    rules = {"layers_2|head": "mixed_bfloat16"}
+    model = linen.wrap(nn.Sequential([nn.Dense(32), nn.relu, nn.Dense(16)]), FP8, rules=rules)
+    table = str(model.policy_table(model.init(jax.random.key(0), X), X))
+    assert table.count(f"1 {E4M3}") == table.count("1 bfloat16") == 1
+    model = jaxmp_nnx.wrap(Mlp(), FP8, rules=rules)
+    table = str(model.policy_table(X))
+    assert table.count(f"1 {E4M3}") == table.count("1 bfloat16") == 1
+    _, grads = jaxmp_nnx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2), FP8)(model, X)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(F32)}
+
+
+def test_a_train_step_learns():
+    tx = jaxmp.mixed_precision(optax.adamw(1e-2), FP8)
+
+    def loss_fn(params, batch):
+        x, y = batch
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - y) ** 2)
+
+    state = jaxmp.TrainState.create({"in": W / 8, "out": W.T / 7}, tx)
+    step = jaxmp.make_train_step(loss_fn, tx, FP8)
+    target = jnp.tanh(X @ normal(7, 64, 64) / 8)
+    losses = []
+    for _ in range(60):
+        state, info = step(state, (X, target))
+        losses.append(float(info.loss))
+    assert losses[-1] < losses[0] / 4
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {np.dtype(F32)}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: fp8.get_recipe("curent"), "Did you mean 'current'"),
+        (lambda: jaxmp.autocast(jnp.sum, "mixed_mxfp8"), "this version cannot run"),
+        (lambda: jaxmp.autocast(jnp.sum, jaxmp.Policy(recipe="sinh")), "Unknown recipe 'sinh'"),
+        (lambda: fp8.CurrentScaling("e4m4"), "Unknown format 'e4m4'"),
+        (lambda: fp8.CurrentScaling(multiple=0), "multiple is 0"),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+@pytest.mark.audit
+@pytest.mark.slow
+def test_gpt_on_an_h100():
+    shape = reference_gpt.Shape()
+    params, tokens = (
+        reference_gpt.train_step(shape, "float32")[1][0],
+        (shape.batch, shape.length + 1),
+    )
+
+    def loss(params, tokens):
+        logits = reference_gpt.model(params, tokens[:, :-1], shape, "float32")
+        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+    def compiled(policy):
+        step = jaxmp.value_and_grad(loss, policy)
+        spec = jax.ShapeDtypeStruct(tokens, jnp.int32)
+        return audit(step, params, spec, target="cuda:h100", float32=False).compiled
+
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            ours, half = compiled(FP8), compiled("mixed_bfloat16")
+    except TargetUnavailableError as error:
+        pytest.skip(str(error))
+    kinds = collections.Counter(tuple(sorted(row.operand_dtypes)) for row in ours.products)
+    # In four blocks four matmuls of layers and two of attention, and the head.
+    assert kinds == {(E4M3, E4M3): 17, (E4M3, E5M2): 34, ("bfloat16", "bfloat16"): 24}
+    assert ours.memory.temporary <= half.memory.temporary
