@@ -156,7 +156,8 @@ class TestTransformations:
         rows = jax.NamedSharding(mesh, jax.P("data", None))
         x = X.at[0, 0].set(100.0)
         sharded = jax.jit(in_fp8)(jax.device_put(x, rows), W)
-        np.testing.assert_array_equal(sharded, jax.jit(in_fp8)(x, W))
+        # A scale of each shard would give other codes, which are far less alike.
+        assert_close(sharded, exact(np.matmul, x, "e4m3", W, "e4m3"), 64)
 
 
 def cosine(one, other):
