@@ -31,15 +31,21 @@ def best_compute_dtype(device: Any) -> tuple[np.dtype, str]:
     return FLOAT32, f"{device.platform} is not known to multiply half precision faster."
 
 
+def compute_capability(device: Any) -> tuple[int, int] | None:
+    """Returns the compute capability of an NVIDIA GPU; None for all else."""
+    found = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
+    return (int(found[1]), int(found[2])) if found else None
+
+
 def _best_on_gpu(device: Any) -> tuple[np.dtype, str]:
-    capability = str(getattr(device, "compute_capability", ""))
-    kind = device.device_kind
-    if not re.fullmatch(r"\d+\.\d+", capability):
+    capability, kind = compute_capability(device), device.device_kind
+    if capability is None:
         return BFLOAT16, f"{kind}: not an NVIDIA GPU; AMD's matrix cores multiply bfloat16."
-    if tuple(map(int, capability.split("."))) >= (8, 0):
-        return BFLOAT16, f"{kind} (compute capability {capability}) multiplies bfloat16 natively."
+    text = ".".join(map(str, capability))
+    if capability >= (8, 0):
+        return BFLOAT16, f"{kind} (compute capability {text}) multiplies bfloat16 natively."
     return FLOAT16, (
-        f"{kind} (compute capability {capability} < 8.0) has tensor cores for float16 only; "
+        f"{kind} (compute capability {text} < 8.0) has tensor cores for float16 only; "
         "bfloat16 products would be compiled as float32. Use dynamic loss scaling."
     )
 

@@ -1,7 +1,7 @@
 """Wording of errors: the value, the rule and the remedy."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -30,6 +30,15 @@ def bullet_list(lines: Iterable[str], limit: int = 20) -> str:
     if len(lines) > limit:
         shown.append(f"  … and {len(lines) - limit} more")
     return "\n".join(shown)
+
+
+def check_choice(value: Any, choices: Sequence[str], name: str) -> None:
+    """Raises ValueError unless a value is one of those that there are."""
+    if value not in choices:
+        raise ValueError(
+            f"{name} is {value!r}, but must be one of {', '.join(choices)}."
+            f"{did_you_mean(str(value), choices)}"
+        )
 
 
 def check_count(count: Any, name: str) -> None:

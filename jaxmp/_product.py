@@ -30,7 +30,8 @@ PLAIN_PRODUCTS = frozenset({DOT_GENERAL.name, CONVOLUTION.name, _RAGGED})
 # Operands: the two that are multiplied, and the sizes of groups if the product is ragged.
 # Parameters: `base`, the plain primitive; `params`, its parameters as sorted pairs;
 # `compute_dtype` of the multiplied operands; `accum_dtype` of the sums; `out_dtype` of the result;
-# `recipe`, by which the operands are quantized, or None; `gradient`, which of them is a gradient.
+# `recipe`, by which the operands are quantized, or None; `roles`, what each of them is.
+# Where the scales of the operands are those of a recipe's state, they are a third operand.
 product_p = Primitive("mixed_product")
 
 
@@ -42,22 +43,34 @@ class Dtypes(NamedTuple):
         accum_dtype: of the sums.
         out_dtype: of the result.
         recipe: how the operands are quantized to fewer bits, or None: the methods `takes`, `dtypes`
-            and `quantized` of `jaxmp.fp8.CurrentScaling`.
-        gradient: which operand is a gradient, 0 or 1, or None.
+            and `product` of a `jaxmp.fp8.Recipe`.
+        roles: what each operand is: "x" for activations, "w" for a weight, "g" for a gradient.
     """
 
     compute_dtype: np.dtype
     accum_dtype: np.dtype
     out_dtype: np.dtype
     recipe: Any = None
-    gradient: int | None = None
+    roles: tuple[str, str] = ("x", "w")
 
     def for_operands(self, base: Primitive, params: dict[str, Any], lhs: Any, rhs: Any) -> "Dtypes":
         """Returns these without a recipe that does not take such a product."""
         if self.recipe is None or base is not DOT_GENERAL:
             return self._replace(recipe=None)
-        takes = self.recipe.takes(lhs.shape, rhs.shape, params["dimension_numbers"])
+        takes = self.recipe.takes(lhs.shape, rhs.shape, params["dimension_numbers"], self.roles)
         return self if takes else self._replace(recipe=None)
+
+
+class Route(NamedTuple):
+    """How a platform multiplies what a recipe has quantized.
+
+    Attributes:
+        dot: `lax.dot_general` of operands in 8 bits or bfloat16.
+        takes_blocks: whether XLA has a call for operands in blocks: for NVIDIA GPUs.
+    """
+
+    dot: Callable[..., Any]
+    takes_blocks: bool = False
 
 
 def product(base: Primitive, params: dict[str, Any], dtypes: Dtypes, *operands: Any) -> jax.Array:
@@ -113,15 +126,22 @@ def _plain(base: Primitive, params: Sequence[tuple[str, Any]], *operands: Any) -
 
 
 def _replay(
-    jaxpr: ClosedJaxpr, args: Sequence[Any], dtypes: Dtypes, *, of_gradient: bool = False
+    jaxpr: ClosedJaxpr,
+    args: Sequence[Any],
+    dtypes: Dtypes,
+    scales: Sequence[Any] = (),
+    *,
+    of_gradient: bool = False,
 ) -> Any:
     """Runs a traced rule of one result with the mixed product for the plain one.
 
     Args:
         jaxpr: the rule.
         args: its arguments.
-        dtypes: of the product.
-        of_gradient: whether the first argument is the gradient of a result.
+        dtypes: of the product, and what its operands are.
+        scales: those that the product is given, one array or none.
+        of_gradient: whether the first argument is the gradient of a result. The role of the other
+            one is then the first of `dtypes`.
     """
     gradients = set(jaxpr.jaxpr.invars[:1]) if of_gradient else set()
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
@@ -133,9 +153,14 @@ def _replay(
     for eqn in jaxpr.jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name in PLAIN_PRODUCTS:
-            sides = [i for i, atom in enumerate(eqn.invars) if _is_among(atom, gradients)]
-            own = dtypes._replace(gradient=sides[0]) if sides else dtypes
-            results = product(eqn.primitive, eqn.params, own, *operands)
+            own = dtypes
+            if of_gradient:
+                role = dtypes.roles[0]
+                is_left = _is_among(eqn.invars[0], gradients)
+                own = dtypes._replace(roles=("g", role) if is_left else (role, "g"))
+                own = own.for_operands(eqn.primitive, eqn.params, *operands[:2])
+            kept = scales if own.recipe is not None else ()
+            results = product(eqn.primitive, eqn.params, own, *operands, *kept)
         else:
             if any(_is_among(atom, gradients) for atom in eqn.invars):
                 gradients.update(eqn.outvars)
@@ -150,11 +175,16 @@ def _is_among(atom: Any, variables: set[Any]) -> bool:
     return not isinstance(atom, Literal) and atom in variables
 
 
+def _arity(base: Primitive) -> int:
+    """Returns how many operands the plain product has; scales come after them."""
+    return 3 if base.name == _RAGGED else 2
+
+
 @product_p.def_abstract_eval
 def _abstract(*operands: Any, base: Primitive, params: Any, out_dtype: Any, **_: Any) -> Any:
     wide = [
         aval.update(dtype=FLOAT32, weak_type=False) if is_inexact(np.dtype(aval.dtype)) else aval
-        for aval in operands
+        for aval in operands[: _arity(base)]
     ]
     found = base.abstract_eval(*wide, **dict(params))
     aval = found[0] if isinstance(found, tuple) else found
@@ -184,12 +214,14 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         gradients[side] = ad.Zero(aval)
         return gradients
-    others = [operand for i, operand in enumerate(operands) if i != side]
     base, plain, dtypes = params.pop("base"), params.pop("params"), Dtypes(**params)
+    operands, scales = operands[: _arity(base)], operands[_arity(base) :]
+    others = [operand for i, operand in enumerate(operands) if i != side]
     specs = tuple(map(_float32_spec, (cotangent, *others)))
     jaxpr = _traced_gradient(base, plain, side, _float32_spec(_Linear(aval)), specs)
-    own = dtypes._replace(out_dtype=aval.dtype, gradient=None)
-    gradients[side] = _replay(jaxpr, (cotangent, *others), own, of_gradient=True)
+    role = dtypes.roles[1 - side]
+    own = dtypes._replace(out_dtype=aval.dtype, roles=(role, role))
+    gradients[side] = _replay(jaxpr, (cotangent, *others), own, scales, of_gradient=True)
     return gradients
 
 
@@ -212,9 +244,18 @@ ad.primitive_transposes[product_p] = _transpose
 
 def _batch(args: Any, dims: Any, *, base: Primitive, params: Any, **dtypes: Any) -> tuple[Any, int]:
     axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
+    arity = _arity(base)
+    # One scale for all, as where it is of what the arrays have.
+    scales = [
+        x if axis is None else lax.reduce_max(x, (axis,))
+        for x, axis in zip(args[arity:], axes[arity:], strict=True)
+    ]
+    args, axes = args[:arity], axes[:arity]
+    if all(axis is None for axis in axes):
+        return product_p.bind(*args, *scales, base=base, params=params, **dtypes), None
     batched = jax.vmap(functools.partial(_plain, base, params), in_axes=axes)
     jaxpr = jax.make_jaxpr(batched)(*map(_float32_spec, args))
-    return _replay(jaxpr, args, Dtypes(**dtypes)), 0
+    return _replay(jaxpr, args, Dtypes(**dtypes), scales), 0
 
 
 batching.primitive_batchers[product_p] = _batch
@@ -247,7 +288,7 @@ def _compute(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
     """
     dtypes = Dtypes(**named)
     if dtypes.recipe is not None:
-        return _quantized(lax.dot_general, operands, params, dtypes)
+        return _quantized(Route(lax.dot_general), operands, params, dtypes)
     narrow = dtypes.accum_dtype == FLOAT32 and dtypes.out_dtype in HALF_DTYPES
     asked = dtypes.out_dtype if narrow else dtypes.accum_dtype
     wanted = dict(params) | {"preferred_element_type": asked}
@@ -259,6 +300,9 @@ def _compute_on_cuda(
     *operands: Any, base: Primitive, params: Any, out_dtype: np.dtype, **named: Any
 ) -> Any:
     """As `_compute`, save that cuDNN runs a half convolution in float32 for a float32 result."""
+    if named["recipe"] is not None:
+        route = Route(lax.dot_general, takes_blocks=True)
+        return _quantized(route, operands, params, Dtypes(out_dtype=out_dtype, **named))
     dtype = named["compute_dtype"]
     compute = functools.partial(_compute, base=base, params=params, **named)
     if base is not CONVOLUTION or dtype not in HALF_DTYPES or out_dtype in HALF_DTYPES:
@@ -343,7 +387,7 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     """
     dtypes = Dtypes(**named)
     if dtypes.recipe is not None:
-        return _quantized(_cpu_dot_of_codes, operands, params, dtypes)
+        return _quantized(Route(_cpu_dot_of_codes), operands, params, dtypes)
     narrowed = _narrowed(operands, dtypes.compute_dtype)
     is_fast = dtypes.compute_dtype == BFLOAT16 and _has_fast_path(*narrowed[:2])
     matmul = _as_matmul(dict(params), *narrowed) if base is CONVOLUTION else None
@@ -359,26 +403,13 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     return result
 
 
-def _quantized(
-    dot: Callable[..., Any], operands: Sequence[Any], params: Any, dtypes: Dtypes
-) -> Any:
-    """The product of quantized operands.
-
-    Scales are powers of two, so a bfloat16 result is multiplied by them without another rounding;
-    float16 has not the range for that.
-    """
-    left, right = dtypes.recipe.quantized(*operands, dtypes.gradient)
-    narrow = dtypes.accum_dtype == FLOAT32 and dtypes.out_dtype == BFLOAT16
-    asked = BFLOAT16 if narrow else dtypes.accum_dtype
+def _quantized(route: Route, operands: Sequence[Any], params: Any, dtypes: Dtypes) -> Any:
     numbers = dict(params)["dimension_numbers"]
-    result = dot(left.codes, right.codes, numbers, preferred_element_type=asked)
-    scale = lax.reshape(left.scales, ()) * lax.reshape(right.scales, ())
-    result = result * lax.convert_element_type(scale, asked)
-    return lax.convert_element_type(result, dtypes.out_dtype)
+    return dtypes.recipe.product(operands, numbers, dtypes, route)
 
 
 def _cpu_dot_of_codes(left: Any, right: Any, numbers: Any, preferred_element_type: Any) -> Any:
-    """The product of codes of 8 bits as bfloat16 or float32, which hold them."""
+    """The product of bfloat16, or of codes of 8 bits, as bfloat16 or float32, which hold them."""
     lhs, rhs = (lax.convert_element_type(codes, BFLOAT16) for codes in (left, right))
     if _has_fast_path(lhs, rhs):
         result = _cpu_matmul(lhs, rhs, numbers)

@@ -29,7 +29,7 @@ from jaxmp._product import (
     vary_alike,
 )
 from jaxmp._rebind import evaluate
-from jaxmp.fp8 import get_recipe
+from jaxmp.fp8 import get_recipe, runnable
 from jaxmp.policy import Policy, get_policy
 
 __all__ = [
@@ -87,7 +87,7 @@ def _mixed(fun: Any, operands: Sequence[Any], policy: Policy, output_dtype: Any)
 
 def _dtypes(policy: Policy, output_dtype: Any) -> Dtypes:
     out_dtype = policy.compute_dtype if output_dtype is None else parse_dtype(output_dtype)
-    recipe = get_recipe(policy.recipe)
+    recipe = get_recipe(runnable(policy).recipe)
     return Dtypes(policy.compute_dtype, policy.accum_dtype, out_dtype, recipe)
 
 

@@ -29,7 +29,8 @@ Rules = tuple[tuple[str, "Policy"], ...]
 # What autocast can do with a primitive, see docs/autocast.md.
 PRIMITIVE_CLASSES = ("low", "full", "follow", "opaque")
 
-_RECIPE_GRAMMAR = re.compile(r"[A-Za-z]\w*")
+_OUTSIDE_BRACKETS = re.compile(r",(?![^()]*\))")
+_RECIPE_GRAMMAR = re.compile(r"[A-Za-z]\w*(\([^()]*\))?")
 
 
 @jax.tree_util.register_static
@@ -50,8 +51,8 @@ class Policy(jmp.Policy):
         rules: pairs of a regular expression and the policy (or the name of one) for the leaves
             and modules whose path it is found in (`re.search`, paths like "blocks/0/attn/query");
             of several that match, the last wins.
-        recipe: the name of an fp8 scaling recipe, by which the matmuls of layers are computed in 8
-            bits a number (`jaxmp.fp8`), or None.
+        recipe: an fp8 recipe (`jaxmp.fp8`) or its text, such as "delayed(history=16)", by which
+            the matmuls of layers are computed in 8 bits a number, or None. It is kept as text.
         activation_dtype: what `autocast` keeps results of matrix multiplications in, and what is
             computed of them. None, the default, is the compute dtype. With float32 only the
             operands of matrix multiplications are narrow, which takes more memory and gives more
@@ -81,7 +82,7 @@ class Policy(jmp.Policy):
     accum_dtype: Any = FLOAT32
     reduce_dtype: Any = FLOAT32
     rules: Any = ()
-    recipe: str | None = None
+    recipe: Any = None
     activation_dtype: Any = None
     primitives: Any = ()
 
@@ -92,7 +93,7 @@ class Policy(jmp.Policy):
         object.__setattr__(self, "activation_dtype", activation_dtype)
         object.__setattr__(self, "primitives", _parse_primitives(self.primitives))
         object.__setattr__(self, "rules", _parse_rules(self.rules))
-        _check_recipe(self.recipe)
+        object.__setattr__(self, "recipe", _parse_recipe(self.recipe))
 
     def cast_to_param(self, x: T) -> T:
         """Casts the real float leaves of a pytree to `param_dtype`, or to what the rules say.
@@ -277,11 +278,16 @@ def _parse_primitive(item: Any) -> tuple[str, str]:
     return name, kind
 
 
-def _check_recipe(recipe: Any) -> None:
+def _parse_recipe(recipe: Any) -> str | None:
     if recipe is None:
-        return
-    if not isinstance(recipe, str) or not _RECIPE_GRAMMAR.fullmatch(recipe):
-        raise ValueError(f"Bad recipe {recipe!r}: use the name of a recipe such as 'mxfp8'.")
+        return None
+    text = re.sub(r"\s*([(),=])\s*", r"\1", str(recipe))
+    if not _RECIPE_GRAMMAR.fullmatch(text):
+        raise ValueError(
+            f"Bad recipe {recipe!r}: use one of jaxmp.fp8, or its name such as 'mxfp8' or "
+            "'delayed(history=16)'."
+        )
+    return text
 
 
 _PRESETS = {
@@ -362,7 +368,7 @@ def _parse_fields(text: str) -> Policy:
     fields, rules = _split_rules(text)
     fields, primitives = _split_primitives(fields, text)
     values: dict[str, str] = {}
-    for part in fields.split(",") if fields else []:
+    for part in _OUTSIDE_BRACKETS.split(fields) if fields else []:
         key, equals, value = (piece.strip() for piece in part.partition("="))
         name = key if key in ("recipe", "activation") else _KEY_ALIASES.get(key)
         if not equals or name is None:

@@ -1,6 +1,7 @@
 """Matmuls in fp8: which gain, what all three products take and give, under every transformation."""
 
 import collections
+import dataclasses
 import functools
 
 import flax.linen as nn
@@ -35,9 +36,9 @@ def exact(fun, lhs, lhs_format, rhs, rhs_format):
     return fun(*values)
 
 
-def assert_close(result, wanted, terms):
-    """Rounding of the result, and of each of the additions in float32."""
-    unit = UNIT[result.dtype.type]
+def assert_close(result, wanted, terms, roundings=1):
+    """Roundings of the result, and of each of the additions in float32."""
+    unit = roundings * UNIT[result.dtype.type]
     bound = (unit + terms * UNIT[F32]) * (np.abs(wanted) + 8 * terms**0.5)
     assert np.all(np.abs(np.asarray(result, np.float64) - wanted) <= bound)
 
@@ -63,6 +64,145 @@ def test_all_three_products(x_dtype, out_dtype):
     assert_close(y, exact(np.matmul, x, "e4m3", w, "e4m3"), 64)
     assert_close(dx, exact(lambda g, w: g @ w.T, g, "e5m2", w, "e4m3"), 48)
     assert_close(dw, exact(lambda x, g: x.T @ g, x, "e4m3", g, "e5m2"), 32)
+
+
+def in_blocks(x, fmt, axis):
+    """What an operand of a product is, in float64; axis is the contracted one."""
+    return np.asarray(fp8.dequantize(fp8.quantize_blocks(x, fmt, axis=axis)), np.float64)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("out_dtype", [F32, BF16, F16])
+def test_all_three_products_of_blocks(fmt, out_dtype):
+    x, w, g = normal(0, 32, 64), normal(1, 64, 96), normal(2, 32, 96).astype(out_dtype)
+    policy = jaxmp.Policy(recipe=fp8.BlockScaling(fmt))
+    y, vjp = jax.vjp(lambda x, w: jaxmp.matmul(x, w, policy=policy, output_dtype=out_dtype), x, w)
+    dx, dw = jax.jit(vjp)(g)
+    assert (y.dtype, dx.dtype, dw.dtype) == (out_dtype, F32, F32)
+    # The weights of nvfp4 have square blocks.
+    forward, backward = ((0, 1), (0, 1)) if fmt == "nvfp4" else (0, 1)
+    left = functools.partial(in_blocks, fmt=fmt)
+    # With a scale for all of a tensor the result is rounded before that scale and after.
+    terms = 2 if fmt == "nvfp4" else 1
+    assert_close(y, left(x, axis=1) @ left(w, axis=forward), 64, terms)
+    assert_close(dx, left(g, axis=1) @ left(w, axis=backward).T, 96, terms)
+    assert_close(dw, left(x, axis=0).T @ left(g, axis=0), 32, terms)
+
+
+def test_blocks_of_several_contracted_axes_and_a_nan():
+    x, w = normal(3, 8, 4, 4, 16), normal(4, 4, 16, 2, 32)
+    policy = jaxmp.Policy(recipe="mxfp8")
+    y = jaxmp.einsum("abkd,kdhe->abhe", x, w, policy=policy, output_dtype=F32)
+    flat = in_blocks(x.reshape(32, 64), "mxfp8", 1) @ in_blocks(w.reshape(64, 64), "mxfp8", 0)
+    assert_close(y, flat.reshape(8, 4, 2, 32), 64)
+    broken = jaxmp.einsum("abkd,kdhe->abhe", x.at[0, 0, 0, 0].set(jnp.nan), w, policy=policy)
+    assert np.isnan(broken[0, 0]).all()
+    assert np.isfinite(broken[0, 1:]).all()
+
+
+def test_a_scale_for_each_row():
+    rows = X * jnp.logspace(-6, 6, 32)[:, None]
+    policies = [jaxmp.Policy(recipe=fp8.CurrentScaling(scaling=s)) for s in ("row", "tensor")]
+    own, shared = (
+        jaxmp.einsum("abk,kn->abn", rows.reshape(4, 8, 64), W, policy=policy, output_dtype=F32)
+        for policy in policies
+    )
+    left, right = (
+        np.asarray(fp8.dequantize(fp8.quantize(x, axis=axis, power_of_two=True)), np.float64)
+        for x, axis in ((rows, 1), (W, 0))
+    )
+    assert_close(own, (left @ right).reshape(4, 8, 48), 64)
+    plain = (rows @ W).reshape(4, 8, 48)
+    errors = [abs(y - plain).max(axis=(-1,)) / abs(plain).max(axis=-1) for y in (own, shared)]
+    assert errors[0].max() < 0.1
+    assert errors[1].max() > 0.9
+
+
+def test_scales_that_are_no_powers_of_two():
+    policy = jaxmp.Policy(recipe=fp8.CurrentScaling(power_of_two=False))
+    y = jaxmp.matmul(X, W, policy=policy)
+    wanted = np.matmul(*(np.asarray(fp8.dequantize(fp8.quantize(x)), np.float64) for x in (X, W)))
+    assert_close(y, wanted, 64)
+
+
+def test_wgrad_in_the_compute_dtype():
+    policy = jaxmp.Policy(recipe=fp8.CurrentScaling(high_precision_wgrad=True))
+
+    def loss(x, w, product):
+        return jnp.sum(product(x, w).astype(F32) ** 2)
+
+    by_hand = functools.partial(loss, product=functools.partial(jaxmp.matmul, policy=policy))
+    assert sorted(recipes(jax.grad(by_hand, (0, 1)), X, W)) == [False, True, True]
+
+    def weight_on_the_left(w, other):
+        return loss(w.T, (X @ other).T, jnp.matmul)
+
+    traced = jax.make_jaxpr(jaxmp.value_and_grad(weight_on_the_left, policy, argnums=(0, 1)))
+    found = collections.Counter(
+        (eqn.params["roles"], eqn.params["recipe"] is not None)
+        for eqn in eqns_in(traced(normal(3, 48, 16), W))
+        if eqn.primitive.name == "mixed_product"
+    )
+    # Both products, the gradient of what the second multiplies, and those of both weights.
+    roles = collections.Counter(tuple(sorted(pair)) for pair, quantized in found if quantized)
+    assert roles == {("w", "x"): 2, ("g", "w"): 1}
+    assert sum(not quantized for _, quantized in found.elements()) == 2
+    dw = jax.grad(by_hand, 1)(X, W)
+    g = 2 * jaxmp.matmul(X, W, policy=policy)
+    assert_close(dw, np.float64(X.astype(BF16)).T @ np.float64(g.astype(BF16)), 4096)
+
+
+def test_recipes_as_text():
+    recipe = fp8.DelayedScaling(history=16, strict=True, amax="most_recent")
+    policy = jaxmp.Policy(recipe=recipe)
+    assert jaxmp.get_policy(str(policy)) == policy
+    assert fp8.get_recipe(policy.recipe) == recipe
+    spaced = jaxmp.get_policy("c=bf16, recipe = current( min_size = 64, scaling = row )")
+    assert fp8.get_recipe(spaced.recipe) == fp8.CurrentScaling(min_size=64, scaling="row")
+    assert str(fp8.BlockScaling("nvfp4", min_size=32)) == "nvfp4(min_size=32)"
+    ruled = policy.with_rules({"head": jaxmp.Policy(recipe=fp8.BlockScaling())})
+    assert jaxmp.get_policy(str(ruled)) == ruled
+
+
+@dataclasses.dataclass
+class Device:
+    compute_capability: str
+    device_kind: str = "NVIDIA A100"
+    platform: str = "gpu"
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "runs"),
+    [
+        ("8.0", "current", False),
+        ("8.9", "current", True),
+        ("9.0", "delayed", True),
+        ("9.0", "mxfp8", False),
+        ("10.0", "mxfp8", True),
+        ("12.0", "nvfp4", True),
+    ],
+)
+def test_hardware_without_such_matmuls(capability, recipe, runs):
+    device = Device(capability)
+    policy = jaxmp.get_policy("mixed_bfloat16").with_rules({"a": jaxmp.Policy(recipe=recipe)})
+    if runs:
+        assert fp8.runnable(policy, device) == policy
+        return
+    with pytest.warns(UserWarning, match=f"{capability} < .*computed in bfloat16") as caught:
+        found = fp8.runnable(policy, device)
+    assert len(caught) == 1
+    assert found == jaxmp.get_policy("mixed_bfloat16").with_rules({"a": "mixed_bfloat16"})
+    strict = jaxmp.Policy(recipe=f"{recipe}(strict=true)")
+    with pytest.raises(ValueError, match="has no such matmuls"):
+        fp8.runnable(strict, device)
+    cpu = jax.local_devices()[0]
+    assert fp8.runnable(strict, cpu) == fp8.runnable(strict) == strict
+
+
+def test_small_products_are_left():
+    policy = jaxmp.Policy(recipe=fp8.CurrentScaling(min_size=48))
+    assert recipes(jaxmp.autocast(jnp.matmul, policy), X, W) == [False]
+    assert recipes(jaxmp.autocast(jnp.matmul, policy), jnp.tile(X, (2, 1)), W) == [True]
 
 
 def test_dtypes_that_the_audit_reports():
@@ -253,10 +393,19 @@ def test_a_train_step_learns():
     ("call", "message"),
     [
         (lambda: fp8.get_recipe("curent"), "Did you mean 'current'"),
-        (lambda: jaxmp.autocast(jnp.sum, "mixed_mxfp8"), "this version cannot run"),
         (lambda: jaxmp.autocast(jnp.sum, jaxmp.Policy(recipe="sinh")), "Unknown recipe 'sinh'"),
-        (lambda: fp8.CurrentScaling("e4m4"), "Unknown format 'e4m4'"),
+        (lambda: fp8.CurrentScaling(forward="e4m4"), "Unknown format 'e4m4'"),
         (lambda: fp8.CurrentScaling(multiple=0), "multiple is 0"),
+        (lambda: fp8.CurrentScaling(scaling="rows"), "scaling is 'rows'.*Did you mean 'row'"),
+        (lambda: fp8.BlockScaling("mxfp4"), "format is 'mxfp4'.*Did you mean"),
+        (lambda: fp8.BlockScaling(multiple=16), "multiple is 16, but mxfp8 has blocks of 32"),
+        (lambda: fp8.DelayedScaling(history=0), "history is 0"),
+        (lambda: fp8.DelayedScaling(margin=-1), "margin is -1"),
+        (lambda: fp8.DelayedScaling(amax="last"), "amax is 'last'"),
+        (lambda: fp8.get_recipe("delayed(histroy=3)"), "Did you mean 'history'"),
+        (lambda: fp8.get_recipe("delayed(history=a)"), "must be an integer"),
+        (lambda: fp8.get_recipe("mxfp8(strict=1)"), "must be true or false"),
+        (lambda: fp8.get_recipe("mxfp8(format=nvfp4)"), "Unknown option 'format'"),
     ],
 )
 def test_bad_input(call, message):

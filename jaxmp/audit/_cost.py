@@ -130,7 +130,7 @@ def operand_dtypes(eqn: JaxprEqn) -> tuple[np.dtype, np.dtype]:
     left, right = (np.dtype(_shaped(atom).dtype) for atom in eqn.invars[:2])
     if eqn.primitive.name == _MIXED:
         if eqn.params["recipe"] is not None:
-            return eqn.params["recipe"].dtypes(eqn.params["gradient"])
+            return eqn.params["recipe"].dtypes(eqn.params["roles"])
         return eqn.params["compute_dtype"], eqn.params["compute_dtype"]
     precision = eqn.params.get("precision")
     if isinstance(precision, jax.lax.DotAlgorithm) and precision.num_primitive_operations == 1:

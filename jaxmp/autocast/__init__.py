@@ -17,7 +17,7 @@ from jaxmp.autocast._lookahead import OUTPUT
 from jaxmp.autocast._region import Region, autocast_scope, full_precision
 from jaxmp.autocast._rules import check_primitives
 from jaxmp.autocast._values import GIVEN, Value, float_dtype, written_state
-from jaxmp.fp8 import get_recipe
+from jaxmp.fp8 import get_recipe, runnable
 from jaxmp.policy import Policy, get_policy
 
 __all__ = ["autocast", "full_precision"]
@@ -114,7 +114,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _run(traced: Any, arrays: Sequence[Any], names: Sequence[str], policy: Policy) -> list[Any]:
     """Computes a trace in mixed precision, with results in the dtypes that it has."""
-    interpreter, region = Interpreter(), Region(policy)
+    interpreter, region = Interpreter(), Region(runnable(policy))
     jaxpr = open_jaxpr(traced)
     uses = interpreter.lookahead.uses(jaxpr, [OUTPUT] * len(jaxpr.outvars), region)
     args = [_argument(array, name, policy) for array, name in zip(arrays, names, strict=True)]

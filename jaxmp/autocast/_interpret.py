@@ -423,6 +423,13 @@ def _low(eqn: JaxprEqn, args: Sequence[Value], uses: int, policy: Policy) -> lis
 
 
 _ACTIVATIONS = frozenset({Kind.FULL, Kind.DATA})
+_WEIGHTS = frozenset({Kind.GIVEN, Kind.PURE})
+
+
+def _roles(args: Sequence[Value]) -> tuple[str, str]:
+    """Returns what the operands of a product are: the right one is a weight, if not the left is."""
+    left, right = (arg.state is not None and arg.state.kind in _WEIGHTS for arg in args[:2])
+    return ("w", "x") if left and not right else ("x", "w")
 
 
 def _product(eqn: JaxprEqn, args: Sequence[Value], uses: int, policy: Policy) -> Value:
@@ -441,7 +448,8 @@ def _product(eqn: JaxprEqn, args: Sequence[Value], uses: int, policy: Policy) ->
     ]
     wide = keeps_float32 or _rules.asks_for_float32(eqn) or (is_island(uses) and uses & OUTPUT)
     out_dtype = FLOAT32 if wide else dtype
-    dtypes = Dtypes(dtype, policy.accum_dtype, out_dtype, get_recipe(policy.recipe))
+    recipe = get_recipe(policy.recipe)
+    dtypes = Dtypes(dtype, policy.accum_dtype, out_dtype, recipe, _roles(args))
     result = Value(product_of(eqn, dtypes, arrays), FULL if wide else narrow(dtype))
     # An island begins here: widened once, for all that use it, whatever calls they are in.
     return result.held_as(FULL) if is_island(uses) else result
