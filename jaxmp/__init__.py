@@ -1,7 +1,9 @@
 """jaxmp: mixed precision for any JAX training step."""
 
-from jaxmp import checkpoint, optim
+from jaxmp import checkpoint, fp8, optim
 from jaxmp._dtypes import half_dtype
+from jaxmp._fp8_report import fp8_report
+from jaxmp._fp8_state import init_fp8_state
 from jaxmp._loss import LossOutput
 from jaxmp._tree import all_finite, cast_to_full, cast_to_half, select_tree
 from jaxmp.audit import audit
@@ -41,10 +43,13 @@ __all__ = [
     "conv_general_dilated",
     "dot_general",
     "einsum",
+    "fp8",
+    "fp8_report",
     "full_precision",
     "get_loss_scale",
     "get_policy",
     "half_dtype",
+    "init_fp8_state",
     "make_train_step",
     "matmul",
     "mixed_precision",

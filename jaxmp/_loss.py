@@ -96,3 +96,16 @@ def _check_metric(name: str, metric: Any) -> jax.Array:
         return _tree.widen_leaf(metric)
     narrow = {"i": jnp.int32, "u": jnp.uint32} if dtype.itemsize < FLOAT32.itemsize else {}
     return jnp.asarray(metric, narrow.get(dtype.kind, dtype))
+
+
+def check_loss(loss: Any) -> jax.Array:
+    """Returns a loss in f32; ValueError if it is no real scalar."""
+    dtype = dtype_of(loss)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.shape(loss) != ():
+        got = type(loss).__name__ if dtype is None else f"{dtype}{list(jnp.shape(loss))}"
+        raise ValueError(
+            f"The loss is {got}, but must be a floating-point scalar: reduce it with jnp.mean, and "
+            "return other results with has_aux=True (from the loss function of a train step, as "
+            "LossOutput(loss, metrics=...))."
+        )
+    return _tree.widen_leaf(loss)

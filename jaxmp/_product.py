@@ -242,7 +242,7 @@ def _traced_gradient(base: Primitive, plain: Any, side: int, spec: Any, specs: A
 ad.primitive_transposes[product_p] = _transpose
 
 
-def _batch(args: Any, dims: Any, *, base: Primitive, params: Any, **dtypes: Any) -> tuple[Any, int]:
+def _batch(args: Any, dims: Any, *, base: Primitive, params: Any, **dtypes: Any) -> tuple[Any, Any]:
     axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
     arity = _arity(base)
     # One scale for all, as where it is of what the arrays have.
@@ -404,18 +404,23 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
 
 
 def _quantized(route: Route, operands: Sequence[Any], params: Any, dtypes: Dtypes) -> Any:
-    numbers = dict(params)["dimension_numbers"]
-    return dtypes.recipe.product(operands, numbers, dtypes, route)
+    plain = dict(params)
+    route = route._replace(dot=functools.partial(route.dot, out_sharding=plain["out_sharding"]))
+    return dtypes.recipe.product(operands, plain["dimension_numbers"], dtypes, route)
 
 
-def _cpu_dot_of_codes(left: Any, right: Any, numbers: Any, preferred_element_type: Any) -> Any:
+def _cpu_dot_of_codes(
+    left: Any, right: Any, numbers: Any, *, preferred_element_type: Any, out_sharding: Any
+) -> Any:
     """The product of bfloat16, or of codes of 8 bits, as bfloat16 or float32, which hold them."""
     lhs, rhs = (lax.convert_element_type(codes, BFLOAT16) for codes in (left, right))
     if _has_fast_path(lhs, rhs):
         result = _cpu_matmul(lhs, rhs, numbers)
     else:
         lhs, rhs = (lax.convert_element_type(codes, FLOAT32) for codes in (left, right))
-        result = lax.dot_general(lhs, rhs, numbers, preferred_element_type=FLOAT32)
+        result = lax.dot_general(
+            lhs, rhs, numbers, preferred_element_type=FLOAT32, out_sharding=out_sharding
+        )
     return lax.convert_element_type(result, preferred_element_type)
 
 

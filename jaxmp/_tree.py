@@ -316,6 +316,13 @@ def _is_array(leaf: Any) -> bool:
     return dtype_of(leaf) is not None or is_key(leaf)
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array that JAX traces; Python numbers are none."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind in "biufcV" and leaf.dtype != jax.dtypes.float0
+    return isinstance(leaf, jax.Array)
+
+
 def is_key(leaf: Any) -> bool:
     """Whether `leaf` is an array of typed PRNG keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

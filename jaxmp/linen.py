@@ -34,6 +34,7 @@ from jaxmp._modules import (
 )
 from jaxmp.audit import audit
 from jaxmp.autocast._region import policy_scope
+from jaxmp.fp8 import ProductState
 from jaxmp.loss_scale import DynamicLossScale, NoOpLossScale, StaticLossScale
 from jaxmp.optim._mixed_precision import GradientNames
 from jaxmp.policy import Policy
@@ -384,4 +385,5 @@ _register(NoOpLossScale, ())
 _register(GradientNames, ())
 _register(StaticLossScale, ())
 _register(DynamicLossScale, ("loss_scale", "counter", "hysteresis_left", "skip_streak"))
+_register(ProductState, ("history", "scale"))
 _register(TrainState, tuple(field.name for field in dataclasses.fields(TrainState)))

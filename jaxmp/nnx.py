@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jaxmp import _tree, train
+from jaxmp import _fp8_state, _tree, train
 from jaxmp._dtypes import FLOAT32, HALF_DTYPES
 from jaxmp._modules import (
     Found,
@@ -35,7 +35,7 @@ from jaxmp.audit import audit
 from jaxmp.optim._skip import CLEAN, LARGEST_GRADIENT
 from jaxmp.policy import Policy, get_policy
 
-__all__ = ["unwrap", "value_and_grad", "wrap"]
+__all__ = ["init_fp8_state", "unwrap", "value_and_grad", "wrap"]
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -126,6 +126,7 @@ def value_and_grad(
     wrt: Any = nnx.Param,
     has_aux: bool = False,
     loss_scale: Any = None,
+    fp8_state: Any = None,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` under a policy: true f32 loss and gradients.
 
@@ -139,11 +140,13 @@ def value_and_grad(
         wrt: which variables of the model are differentiated: a filter of NNX.
         has_aux: whether `loss_fn` returns a pair.
         loss_scale: a loss scale, usually `jaxmp.get_loss_scale(optimizer.opt_state)`.
+        fp8_state: what `init_fp8_state` or `jaxmp.fp8.update_state` gave, for delayed scaling.
 
     Returns:
         A function of the arguments of `loss_fn` that returns `(loss, grads)`, or
         `((loss, aux), grads)`: loss f32[], gradients f32 in an `nnx.State`, for
-        `optimizer.update(model, grads)`.
+        `optimizer.update(model, grads)`. With an `fp8_state` there is a third result, what
+        `jaxmp.fp8.update_state` takes.
 
     Warns:
         UserWarning: if anything is computed in f16 and no loss scale is given.
@@ -159,35 +162,85 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_module(model)
-        rules = _rules_of(model, policy)
         nodes = (model, args, kwargs)
-
-        def of_model(path: Any, value: Any) -> bool:
-            return path[0] == 0 and nnx.filterlib.to_predicate(wrt)(path[1:], value)
-
-        graphdef, wanted, params, rest = nnx.split(nodes, of_model, nnx.Param, ...)
-
-        def fun(wanted: Any, params: Any, rest: Any) -> Any:
-            inner, args, kwargs = _merged(graphdef, wanted, params, rest)
-            before, statics = _values(inner, args, kwargs), _statics(inner)
-            enter_scopes(inner, rules, policy)
-            results = loss_fn(inner, *args, **kwargs)
-            _check_statics(statics, inner)
-            loss, aux = results if has_aux else (results, None)
-            return loss, (aux, _changed(before, inner, args, kwargs))
-
-        low = fun if policy.compute_dtypes() & HALF_DTYPES else rules.autocast(fun)
+        fun, states = _functional(loss_fn, policy, nodes, wrt, has_aux=has_aux)
         grad_fn = train.value_and_grad(
-            low, policy, has_aux=True, loss_scale=_without_variables(loss_scale)
+            fun,
+            policy,
+            has_aux=True,
+            loss_scale=_without_variables(loss_scale),
+            fp8_state=fp8_state,
         )
-        full = _tree.cast_floats(params, FLOAT32)
-        (loss, (aux, changed)), grads = grad_fn(wanted, full, rest)
+        (loss, (aux, changed)), grads, *seen = grad_fn(*states)
         finite = _tree.first_nonfinite(grads, LARGEST_GRADIENT) == CLEAN
         _update(nodes, changed, finite)
-        return ((loss, aux) if has_aux else loss), grads[0]
+        return ((loss, aux) if has_aux else loss), grads[0], *seen
 
     return wrapped
+
+
+def init_fp8_state(
+    loss_fn: Callable[..., Any], policy: Policy | str, model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """`jaxmp.init_fp8_state` for a loss function of an NNX model, which stays as it is.
+
+    Args:
+        loss_fn: called as `loss_fn(model, ...)`; returns a scalar loss, or `(loss, aux)`.
+        policy: a policy or the name of one.
+        model: an NNX module.
+        *args: the other arguments of `loss_fn`.
+        **kwargs: those by name.
+
+    Example:
+        >>> model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+        >>> policy = jaxmp.Policy(recipe="delayed(history=16)")
+        >>> state = init_fp8_state(lambda m, x: jnp.mean(m(x)), policy, model, jnp.ones((16, 32)))
+        >>> [product.history.shape for product in state.values()]
+        [(3, 16)]
+    """
+    policy = get_policy(policy)
+    nodes = (model, args, kwargs)
+    fun, states = _functional(loss_fn, policy, nodes, nnx.Param, has_aux=None)
+    return _fp8_state.init_fp8_state(fun, policy, *states)
+
+
+def _functional(
+    loss_fn: Callable[..., Any], policy: Policy, nodes: Any, wrt: Any, *, has_aux: bool | None
+) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
+    """Returns a loss of a model as a function of states, and these states.
+
+    Args:
+        loss_fn: a function of the model and more.
+        policy: what it is computed under.
+        nodes: the model, other arguments, and those by name.
+        wrt: which variables of the model are the first of the states.
+        has_aux: whether `loss_fn` returns a pair; None if that is to be seen.
+
+    Returns:
+        A function of three states that returns the loss, and a pair: what else `loss_fn` returns,
+        and what it has changed. And the states: what is differentiated, other parameters, the rest.
+    """
+    model = nodes[0]
+    _check_module(model)
+    rules = _rules_of(model, policy)
+
+    def of_model(path: Any, value: Any) -> bool:
+        return path[0] == 0 and nnx.filterlib.to_predicate(wrt)(path[1:], value)
+
+    graphdef, wanted, params, rest = nnx.split(nodes, of_model, nnx.Param, ...)
+
+    def fun(wanted: Any, params: Any, rest: Any) -> Any:
+        inner, args, kwargs = _merged(graphdef, wanted, params, rest)
+        before, statics = _values(inner, args, kwargs), _statics(inner)
+        enter_scopes(inner, rules, policy)
+        results = loss_fn(inner, *args, **kwargs)
+        _check_statics(statics, inner)
+        is_pair = isinstance(results, tuple) if has_aux is None else has_aux
+        loss, aux = results if is_pair else (results, None)
+        return loss, (aux, _changed(before, inner, args, kwargs))
+
+    low = fun if policy.compute_dtypes() & HALF_DTYPES else rules.autocast(fun)
+    return low, (wanted, _tree.cast_floats(params, FLOAT32), rest)
 
 
 def _check_module(model: Any) -> None:

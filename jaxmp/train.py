@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jaxmp import _microbatch, _tree
 from jaxmp._dtypes import (
@@ -19,8 +20,11 @@ from jaxmp._dtypes import (
     has_gradient,
 )
 from jaxmp._errors import check_count
-from jaxmp._loss import LossOutput, call_loss
-from jaxmp.autocast import autocast, check_runnable
+from jaxmp._fp8_state import check_fp8_state
+from jaxmp._loss import LossOutput, call_loss, check_loss
+from jaxmp.autocast import autocast, check_runnable, with_meters
+from jaxmp.fp8 import update_state
+from jaxmp.fp8._state import new_meters
 from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
 from jaxmp.optim import apply_updates, full_weights, get_mixed_precision_state
 from jaxmp.optim._ema import check_decay, moved_average
@@ -34,6 +38,7 @@ def value_and_grad(
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     loss_scale: Any = None,
+    fp8_state: Any = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` under a policy: true f32 loss and gradients, whatever was computed in.
 
@@ -50,15 +55,18 @@ def value_and_grad(
             float and complex leaves get gradients, other leaves a float0 zero.
         has_aux: whether `fun` returns a pair; `aux` has the dtypes that `fun` gives it.
         loss_scale: a loss scale, usually `get_loss_scale(opt_state)`; none if left out.
+        fp8_state: what `init_fp8_state` or `fp8.update_state` gave, for delayed scaling.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or
         `((loss, aux), grads)`: loss f32[], gradients f32 (f64 and complex leaves in their dtype)
-        for parameters of any width.
+        for parameters of any width. With an `fp8_state` there is a third result, how large the
+        operands of products were: what `fp8.update_state` takes.
 
     Raises:
-        ValueError: when called, if the loss is no real scalar, if there is nothing to
-            differentiate, or if the policy names a recipe that is not there.
+        ValueError: if the policy names a recipe that is not there, or one that needs an
+            `fp8_state`; when called, if the loss is no real scalar, if there is nothing to
+            differentiate, or if the `fp8_state` is of another function.
 
     Warns:
         UserWarning: if anything is computed in f16 and no loss scale is given.
@@ -80,6 +88,9 @@ def value_and_grad(
         )
     loss_scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
     low_fun = autocast(fun, policy)
+    check_fp8_state(policy, fp8_state)
+    state = fp8_state or {}
+    scales = {name: lax.stop_gradient(product.scale) for name, product in state.items()}
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -94,23 +105,26 @@ def value_and_grad(
                 f"among its {len(leaves)}. Choose another argument with argnums."
             )
 
-        def scaled_loss(floats: list[Any]) -> Any:
+        def scaled_loss(floats: list[Any], meters: dict[str, Any]) -> Any:
             values = iter(floats)
             merged = [next(values) if _has_gradient(leaf) else leaf for leaf in leaves]
             full_args = list(args)
             for position, arg in zip(positions, treedef.unflatten(merged), strict=True):
                 full_args[position] = arg
-            loss, aux = _split_aux(low_fun(*full_args, **kwargs), has_aux)
-            loss = _check_loss(loss)
+            run = with_meters(low_fun, scales, meters) if fp8_state is not None else low_fun
+            loss, aux = _split_aux(run(*full_args, **kwargs), has_aux)
+            loss = check_loss(loss)
             return loss_scale.scale(loss), (loss, aux)
 
-        grads, (loss, aux) = jax.grad(scaled_loss, has_aux=True)(floats)
+        grad = jax.grad(scaled_loss, (0, 1), has_aux=True)
+        (grads, seen), (loss, aux) = grad(floats, new_meters(state))
         values = iter(loss_scale.unscale(grads))
         grads = treedef.unflatten(
             [next(values) if _has_gradient(leaf) else _tree.no_gradient(leaf) for leaf in leaves]
         )
         grads = grads if isinstance(argnums, Sequence) else grads[0]
-        return ((loss, aux) if has_aux else loss), grads
+        value = (loss, aux) if has_aux else loss
+        return (value, grads) if fp8_state is None else (value, grads, seen)
 
     return wrapped
 
@@ -143,19 +157,9 @@ def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return result
 
 
-def _check_loss(loss: Any) -> jax.Array:
-    dtype = dtype_of(loss)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or jnp.shape(loss) != ():
-        got = type(loss).__name__ if dtype is None else f"{dtype}{list(jnp.shape(loss))}"
-        raise ValueError(
-            f"The loss is {got}, but must be a floating-point scalar: reduce it with jnp.mean, and "
-            "return other results with has_aux=True (from the loss function of a train step, as "
-            "LossOutput(loss, metrics=...))."
-        )
-    return _tree.widen_leaf(loss)
-
-
-@_tree.register_state(["step", "params", "opt_state", "model_state", "rng", "ema_params"])
+@_tree.register_state(
+    ["step", "params", "opt_state", "model_state", "rng", "ema_params", "fp8_state"]
+)
 @dataclasses.dataclass(frozen=True)
 class TrainState:
     """Everything that a training step carries; make one with `TrainState.create`.
@@ -167,6 +171,7 @@ class TrainState:
         model_state: mutable state such as batch statistics, or None.
         rng: a PRNG key that never changes, or None; step `i` uses `jax.random.fold_in(rng, i)`.
         ema_params: f32 exponential moving average of the parameters, or None.
+        fp8_state: how large the operands of fp8 products were, or None.
     """
 
     step: jax.Array
@@ -175,6 +180,7 @@ class TrainState:
     model_state: Any = None
     rng: Any = None
     ema_params: Any = None
+    fp8_state: Any = None
 
     @classmethod
     def create(
@@ -185,6 +191,7 @@ class TrainState:
         model_state: Any = None,
         rng: Any = None,
         ema: bool = False,
+        fp8_state: Any = None,
     ) -> "TrainState":
         """Returns the state before the first step.
 
@@ -195,6 +202,7 @@ class TrainState:
             model_state: mutable state that the loss function takes and returns.
             rng: a PRNG key for the loss function.
             ema: whether to keep a moving average of the parameters.
+            fp8_state: what `init_fp8_state` gave, for a policy with delayed scaling.
 
         Raises:
             ValueError: if a leaf is no array, or `rng` is no PRNG key.
@@ -215,6 +223,7 @@ class TrainState:
             model_state=_tree.fresh_arrays(model_state),
             rng=_tree.fresh_arrays(rng),
             ema_params=_tree.fresh_arrays(_tree.cast_to_full(params)) if ema else None,
+            fp8_state=_tree.fresh_arrays(fp8_state),
         )
         return _tree.commit_like(state, params)
 
@@ -318,18 +327,30 @@ def make_train_step(
 
         def grads_of(part: Any, model_state: Any, rng: Any) -> tuple[LossOutput, Any]:
             fun = functools.partial(call_loss, loss_fn, model_state, rng)
-            grad_fn = value_and_grad(fun, policy, has_aux=True, loss_scale=before.loss_scale)
-            (loss, output), grads = grad_fn(state.params, part)
+            grad_fn = value_and_grad(
+                fun,
+                policy,
+                has_aux=True,
+                loss_scale=before.loss_scale,
+                fp8_state=state.fp8_state,
+            )
+            (loss, output), grads, *seen = grad_fn(state.params, part)
             new_model_state = _tree.like(output.model_state, model_state)
-            return _tree.replace_state(output, loss=loss, model_state=new_model_state), grads
+            output = _tree.replace_state(output, loss=loss, model_state=new_model_state)
+            return output, (grads, seen)
 
-        output, grads = _microbatch.accumulate(
-            grads_of, state.params, batch, state.model_state, rng, microbatches=microbatches
+        # Of what was seen, the mean over microbatches has the same largest numbers.
+        like = (state.params, [new_meters(state.fp8_state)] if state.fp8_state is not None else [])
+        output, (grads, seen) = _microbatch.accumulate(
+            grads_of, like, batch, state.model_state, rng, microbatches=microbatches
         )
         extra_args = {"value": output.loss} if pass_value else {}
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra_args)
         after = get_mixed_precision_state(opt_state)
         params = apply_updates(state.params, updates)
+        fp8_state = state.fp8_state
+        if fp8_state is not None:
+            fp8_state = update_state(fp8_state, seen[0], after.finite)
         new_state = TrainState(
             step=state.step + jnp.int32(1),
             params=params,
@@ -341,6 +362,7 @@ def make_train_step(
             else _updated_ema(
                 after.finite, ema_decay, state.ema_params, full_weights(opt_state, params)
             ),
+            fp8_state=fp8_state,
         )
         return new_state, StepInfo(
             step=new_state.step,

@@ -302,6 +302,17 @@ class TestTransformations:
         with pytest.raises(AssertionError):
             assert_close(sharded, own, 64)
 
+    def test_explicit_axes_of_a_mesh(self):
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data", None)))
+            y = jax.jit(in_fp8)(x, W)
+            grad = jax.jit(jax.grad(loss_of(in_fp8), 1))(x, W)
+        assert jax.typeof(y).sharding.spec == jax.P("data", None)
+        assert_close(jax.device_get(y), exact(np.matmul, X, "e4m3", W, "e4m3"), 64)
+        right = jax.grad(loss_of(in_fp8), 1)(X, W)
+        np.testing.assert_allclose(jax.device_get(grad), right, atol=1e-5)
+
 
 def cosine(one, other):
     one, other = (np.asarray(x, np.float64).ravel() for x in (one, other))

@@ -448,8 +448,8 @@ class TestBadInput:
             wrap(Net(), "mixed_bfloat16", rules={"(": "float32"})
         with pytest.raises(ValueError, match="Unknown dtype or preset"):
             wrap(Net(), "mixed_bfloat16", rules={nn.Dense: "flaot32"})
-        with pytest.raises(ValueError, match="cannot run"):
-            wrap(Net(), "mixed_mxfp8")
+        with pytest.raises(ValueError, match="Unknown recipe 'fp4'"):
+            wrap(Net(), jaxmp.Policy(recipe="fp4"))
 
     def test_unwrap_of_what_is_not_wrapped(self):
         with pytest.raises(TypeError, match="is not wrapped"):

@@ -37,6 +37,8 @@ LAYERS = {
     "autocast": 3,
     "optim": 3,
     "_loss": 4,
+    "_fp8_state": 4,
+    "_fp8_report": 4,
     "_microbatch": 4,
     "_manifest": 4,
     "checkpoint": 4,
@@ -97,7 +99,7 @@ def test_public_names_are_exactly_all():
         name
         for name, value in vars(jaxmp).items()
         if not name.startswith("_")
-        and (not inspect.ismodule(value) or name in {"checkpoint", "optim"})
+        and (not inspect.ismodule(value) or name in {"checkpoint", "fp8", "optim"})
     }
     assert public == set(jaxmp.__all__)
 

@@ -378,8 +378,8 @@ def test_bad_input_when_traced(options, create, loss_fn, batch, words):
 
 
 def test_bad_options():
-    with pytest.raises(ValueError, match="recipe 'mxfp8' is one which this version cannot run"):
-        make_train_step(linear_loss, adamw(), "mixed_mxfp8")
+    with pytest.raises(ValueError, match=r"Unknown recipe 'mxfp9'.*Did you mean 'mxfp8'"):
+        make_train_step(linear_loss, adamw(), jaxmp.Policy(recipe="mxfp9"))
     for bad in (0, -1, 1.0, True, "2"):
         with pytest.raises(ValueError, match="microbatches is"):
             make_train_step(linear_loss, adamw(), "float32", microbatches=bad)

@@ -3,11 +3,11 @@
 import difflib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
+from jax.extend.core import jaxpr_as_fun
 
 from jaxmp import _tree
 from jaxmp._dtypes import HALF_DTYPES
@@ -16,8 +16,10 @@ from jaxmp.autocast._interpret import Interpreter, given
 from jaxmp.autocast._lookahead import OUTPUT
 from jaxmp.autocast._region import Region, autocast_scope, full_precision
 from jaxmp.autocast._rules import check_primitives
+from jaxmp.autocast._sites import Metered, Site, check_sites, find_sites
 from jaxmp.autocast._values import GIVEN, Value, float_dtype, written_state
 from jaxmp.fp8 import get_recipe, runnable
+from jaxmp.fp8._state import is_delayed
 from jaxmp.policy import Policy, get_policy
 
 __all__ = ["autocast", "full_precision"]
@@ -61,11 +63,80 @@ def autocast(
 
 def rewritten(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """`autocast` for a function that may have policies of its own inside."""
+    return _computed_by(functools.partial(_run, policy), fun)
+
+
+def with_meters(
+    fun: Callable[..., Any],
+    scales: Mapping[str, Any],
+    meters: Mapping[str, Any],
+    *,
+    takes: Callable[[Any], bool] = is_delayed,
+    every: bool = False,
+) -> Callable[..., Any]:
+    """Returns an autocast function whose products take scales and count what they see.
+
+    Args:
+        fun: what `autocast` returned.
+        scales: f32[..., 3] for each product of `sites_of`, or None for the scales of now.
+        meters: f32[..., 3, BINS] for each.
+        takes: whether the products of a recipe are among them.
+        every: whether all numbers are counted, and not just the largest.
+    """
+
+    def run(traced: Any, arrays: Sequence[Any], _names: Sequence[str]) -> list[Any]:
+        jaxpr = open_jaxpr(traced)
+        sites = find_sites(jaxpr, takes)
+        check_sites(sites, meters)
+        states = [(scales[site.name], meters[site.name]) for site in sites]
+        return Metered(takes, every)(jaxpr, traced.consts, arrays, sites, states)
+
+    return _computed_by(run, fun)
+
+
+def sites_of(
+    fun: Callable[..., Any], *args: Any, takes: Callable[[Any], bool] = is_delayed, **kwargs: Any
+) -> list[Site]:
+    """Returns the products of an autocast function whose recipe `takes` says yes to."""
+    found: list[Site] = []
+
+    def run(traced: Any, arrays: Sequence[Any], _names: Sequence[str]) -> list[Any]:
+        jaxpr = open_jaxpr(traced)
+        found.extend(find_sites(jaxpr, takes))
+        return list(jaxpr_as_fun(traced)(*arrays))
+
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if _tree.is_array(leaf) or _is_spec(leaf)]
+
+    def call(arrays: Sequence[Any]) -> Any:
+        merged = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        args, kwargs = treedef.unflatten(merged.values())
+        return jax.tree.leaves(_computed_by(run, fun)(*args, **kwargs))
+
+    jax.eval_shape(lambda arrays: _only_arrays(call(arrays)), [leaves[i] for i in places])
+    return found
+
+
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _only_arrays(results: Sequence[Any]) -> list[Any]:
+    return [result for result in results if _tree.is_array(result)]
+
+
+def _computed_by(compute: Callable[..., list[Any]], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that is traced, and computed of the trace.
+
+    Args:
+        compute: of the trace, the arrays among the arguments and their names.
+        fun: what is traced. What is no array, among arguments and results, stays what it is.
+    """
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        places = [i for i, leaf in enumerate(leaves) if _tree.is_array(leaf)]
         arrays = [leaves[i] for i in places]
         kept: list[Any] = []
 
@@ -75,13 +146,13 @@ def rewritten(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
                 merged[place] = array
             args, kwargs = treedef.unflatten(merged)
             results, out_tree = jax.tree.flatten(fun(*args, **kwargs))
-            kept[:] = [out_tree, [None if _is_array(r) else r for r in results]]
-            return [result for result in results if _is_array(result)]
+            kept[:] = [out_tree, [None if _tree.is_array(r) else r for r in results]]
+            return [result for result in results if _tree.is_array(result)]
 
         traced = jax.make_jaxpr(flat)(*arrays)
         trees = (*args, *kwargs.values())
         leaf_names = [name for tree in trees for name in _tree.leaf_names(tree)]
-        results = iter(_run(traced, arrays, [leaf_names[i] for i in places], policy))
+        results = iter(compute(traced, arrays, [leaf_names[i] for i in places]))
         out_tree, others = kept
         return out_tree.unflatten([next(results) if other is None else other for other in others])
 
@@ -105,14 +176,7 @@ def check_runnable(policy: Policy) -> None:
         get_recipe(each.recipe)
 
 
-def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is traced; Python numbers and all else stay what they are."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return leaf.dtype.kind in "biufcV" and leaf.dtype != jax.dtypes.float0
-    return isinstance(leaf, jax.Array)
-
-
-def _run(traced: Any, arrays: Sequence[Any], names: Sequence[str], policy: Policy) -> list[Any]:
+def _run(policy: Policy, traced: Any, arrays: Sequence[Any], names: Sequence[str]) -> list[Any]:
     """Computes a trace in mixed precision, with results in the dtypes that it has."""
     interpreter, region = Interpreter(), Region(runnable(policy))
     jaxpr = open_jaxpr(traced)

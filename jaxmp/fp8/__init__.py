@@ -10,11 +10,13 @@ from jaxmp.fp8._recipes import (
     Recipe,
     get_recipe,
 )
+from jaxmp.fp8._state import ProductState, update_state
 
 __all__ = [
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "ProductState",
     "Quantized",
     "Recipe",
     "dequantize",
@@ -23,4 +25,5 @@ __all__ = [
     "quantize_blocks",
     "runnable",
     "scale_for",
+    "update_state",
 ]

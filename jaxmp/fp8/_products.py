@@ -74,8 +74,8 @@ def block_product(
     left, right = (
         _in_blocks(fmt, matrix, role) for matrix, role in zip(matrices, dtypes.roles, strict=True)
     )
-    has_scale = left.tensor_scale is not None and right.tensor_scale is not None
-    narrow = dtypes.out_dtype == BFLOAT16 and not has_scale
+    scales = [x.tensor_scale for x in (left, right) if x.tensor_scale is not None]
+    narrow = dtypes.out_dtype == BFLOAT16 and not scales
     asked = BFLOAT16 if narrow and dtypes.accum_dtype == FLOAT32 else dtypes.accum_dtype
     if route.takes_blocks:
         result = _block_scaled_dot(left, right, asked)
@@ -85,8 +85,8 @@ def block_product(
             dequantize(blocks._replace(tensor_scale=None), BFLOAT16) for blocks in (left, right)
         )
         result = route.dot(*wide, (((1,), (1,)), ((), ())), preferred_element_type=asked)
-    if has_scale:
-        result = result * (left.tensor_scale * right.tensor_scale).astype(result.dtype)
+    if scales:
+        result = result * lax.convert_element_type(math.prod(scales), result.dtype)
     return lax.convert_element_type(result, dtypes.out_dtype).reshape(shape)
 
 

@@ -1,0 +1,98 @@
+"""The state of delayed scaling: how large the operands of each product were, and their scales."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp import _tree
+from jaxmp._dtypes import FLOAT32
+from jaxmp._errors import bullet_list
+from jaxmp.fp8._meter import BINS, largest_of
+from jaxmp.fp8._quantize import scale_for
+from jaxmp.fp8._recipes import ROLES, DelayedScaling
+
+
+@_tree.register_state(["history", "scale"])
+@dataclasses.dataclass(frozen=True)
+class ProductState:
+    """Of one product: of its activations, its weight and its gradient, in this order.
+
+    Attributes:
+        history: f32[..., 3, H], the largest numbers of the last steps, the last first, each rounded
+            up to 1.75 times a power of two; 0 for none. In a scan each layer has its own.
+        scale: f32[..., 3], by which codes are multiplied.
+        recipe: how they come to be.
+    """
+
+    history: jax.Array
+    scale: jax.Array
+    recipe: DelayedScaling
+
+
+def is_delayed(recipe: Any) -> bool:
+    """Whether a recipe has a state."""
+    return isinstance(recipe, DelayedScaling)
+
+
+def new_state(recipe: DelayedScaling, shape: tuple[int, ...]) -> ProductState:
+    """Returns the state of a product before anything was seen; `shape` is that of the layers."""
+    roles = len(ROLES)
+    history = jnp.zeros((*shape, roles, recipe.history), FLOAT32)
+    return ProductState(history, jnp.ones((*shape, roles), FLOAT32), recipe)
+
+
+def new_meters(state: dict[str, ProductState]) -> dict[str, jax.Array]:
+    """Returns what takes the counts of each product."""
+    return {
+        name: jnp.zeros((*product.scale.shape, BINS), FLOAT32) for name, product in state.items()
+    }
+
+
+def update_state(
+    state: dict[str, ProductState], seen: dict[str, jax.Array], finite: Any = True
+) -> dict[str, ProductState]:
+    """Returns the state for the next step.
+
+    Args:
+        state: that of this step.
+        seen: what `jaxmp.value_and_grad` gave as third; of several microbatches, their sum.
+        finite: bool[], whether the step is not skipped; else the state stays as it is.
+
+    Raises:
+        ValueError: if both are not of the same products.
+
+    Example:
+        >>> policy = jaxmp.Policy(recipe=DelayedScaling(history=4))
+        >>> def loss_fn(w, x):
+        ...     return jnp.mean((x @ w) ** 2)
+        >>> w, x = jnp.ones((16, 16)), jnp.full((32, 16), 3.0)
+        >>> state = jaxmp.init_fp8_state(loss_fn, policy, w, x)
+        >>> loss, grads, seen = jaxmp.value_and_grad(loss_fn, policy, fp8_state=state)(w, x)
+        >>> state = update_state(state, seen)
+        >>> state["product"].history[0].tolist()
+        [3.5, 3.5, 0.0, 0.0]
+    """
+    if set(state) != set(seen):
+        raise ValueError(
+            "What was seen is not of the products that the fp8 state is of; only in one of both:\n"
+            f"{bullet_list(sorted(set(state) ^ set(seen)))}\n"
+            "Give update_state what value_and_grad returned for this state."
+        )
+    new = {name: _updated(product, largest_of(seen[name])) for name, product in state.items()}
+    return _tree.select_tree(jnp.asarray(finite), new, state)
+
+
+def _updated(product: ProductState, largest: jax.Array) -> ProductState:
+    recipe = product.recipe
+    shifted = jnp.concatenate([largest[..., None], product.history[..., :-1]], axis=-1)
+    # What did not run has no largest number.
+    history = jnp.where(largest[..., None] > 0, shifted, product.history)
+    known = history[..., 0] if recipe.amax == "most_recent" else jnp.max(history, axis=-1)
+    scales = [
+        scale_for(known[..., slot], recipe.format_of(role), power_of_two=True)
+        for slot, role in enumerate(ROLES)
+    ]
+    scale = jnp.stack(scales, axis=-1) * 2.0**recipe.margin
+    return ProductState(history, jnp.where(known > 0, scale, product.scale), recipe)
