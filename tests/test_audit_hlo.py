@@ -385,6 +385,8 @@ def test_estimated_cycles_are_summed_over_kernels_and_trips():
         + computation("body", p, kernel(10), "ROOT %r = f32[2] copy(%p)"),
     )
     assert estimated_cycles(module) == 7 + 2 * 10
+    unknown = kernel(2**63 - 1).replace("%f", "%g")
+    assert estimated_cycles(entry(p, kernel(7), unknown, "ROOT %r = f32[2] copy(%p)")) == 7
     assert estimated_cycles(entry("ROOT %p = f32[2] parameter(0)")) is None
 
 

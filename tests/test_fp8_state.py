@@ -12,6 +12,7 @@ from flax import nnx, serialization
 from jax import lax
 
 import jaxmp
+import jaxmp.linen
 from jaxmp import fp8
 from jaxmp import nnx as jaxmp_nnx
 from tests.autocast_tools import BF16, F32, normal

@@ -31,6 +31,8 @@ _MIN_WIDE_BYTES = 1 << 20
 # Parts of an `op_name` that no one named: jitted functions, loops and branches.
 _WRAPPERS = ("jit(", "jit_", "pjit(", "call_exported", "closed_call")
 _CONTROL_FLOW = re.compile(r"/while/(body|cond)(?=/)|/cond/branch_\d+_fun(?=/)")
+# The compiler gives the largest integer to a kernel that it cannot estimate.
+_NO_ESTIMATE = 2**62
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 
 
@@ -233,12 +235,16 @@ def fusions(module: Module) -> int:
 
 
 def estimated_cycles(module: Module) -> int | None:
-    """Returns the sum of the compiler's estimates for the kernels of one step, or None."""
+    """Returns the sum of the compiler's estimates for the kernels of one step, or None.
+
+    Kernels that it cannot estimate, such as some gathers and copies, count for nothing.
+    """
     found = [
         int(match[1]) * module.times[computation.name]
         for computation, instruction in module.walk()
         if computation.name not in module.fused
         if (match := _CYCLES.search(instruction.attributes.get("backend_config", "")))
+        and int(match[1]) < _NO_ESTIMATE
     ]
     return sum(found) if found else None
 

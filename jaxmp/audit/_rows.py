@@ -206,7 +206,8 @@ class CompiledReport:
         fusions: how many fused kernels there are.
         bytes_accessed: of memory in one step, where the compiler estimates it (TPU, CPU); for the
             turns of a loop after the first the operands and results of its kernels are counted.
-        estimated_cycles: of one step, where the compiler estimates them (TPU).
+        estimated_cycles: of one step, where the compiler estimates them (TPU); without the few
+            kernels, such as gathers, for which it does not.
         compile_seconds: how long the compiler took.
     """
 

@@ -14,6 +14,7 @@ from jaxmp.fp8._formats import LARGEST, code_dtype
 
 # Below this the inverse of a scale would be infinite.
 SMALLEST_SCALE = 2.0**-126
+_INFINITY = 0x7F800000
 
 
 class Quantized(NamedTuple):
@@ -140,9 +141,15 @@ def normalized_axes(axis: int | Sequence[int], shape: Sequence[int]) -> tuple[in
 
 
 def amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the largest of the finite absolute values along axes, which stay with size one."""
-    finite = jnp.where(jnp.isfinite(x), jnp.abs(x), 0)
-    return jnp.max(finite, axis=axes, keepdims=True, initial=0)
+    """Returns the largest of the finite absolute values along axes, which stay with size one.
+
+    It is that of the bits as integers, without a select: the compiler for TPUs keeps masks in
+    memory, for which it packs them.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
+    is_finite = lax.shift_right_arithmetic(bits - jnp.int32(_INFINITY), jnp.int32(31))
+    largest = jnp.max(bits & is_finite, axis=axes, keepdims=True, initial=0)
+    return lax.bitcast_convert_type(largest, FLOAT32)
 
 
 def encode(scaled: jax.Array, dtype: np.dtype, key: Any = None) -> jax.Array:
