@@ -306,8 +306,9 @@ class TestTransformations:
         mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
         with jax.set_mesh(mesh):
             x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data", None)))
-            y = jax.jit(in_fp8)(x, W)
-            grad = jax.jit(jax.grad(loss_of(in_fp8), 1))(x, W)
+            w = jax.device_put(W, jax.NamedSharding(mesh, jax.P(None, None)))
+            y = jax.jit(in_fp8)(x, w)
+            grad = jax.jit(jax.grad(loss_of(in_fp8), 1))(x, w)
         assert jax.typeof(y).sharding.spec == jax.P("data", None)
         assert_close(jax.device_get(y), exact(np.matmul, X, "e4m3", W, "e4m3"), 64)
         right = jax.grad(loss_of(in_fp8), 1)(X, W)
