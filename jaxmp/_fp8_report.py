@@ -15,7 +15,6 @@ from jaxmp.fp8 import scale_for
 from jaxmp.fp8._formats import E4M3, E5M2
 from jaxmp.fp8._meter import BINS, largest_of, limit_of
 from jaxmp.fp8._recipes import ROLES
-from jaxmp.fp8._state import is_delayed
 from jaxmp.policy import Policy, get_policy
 
 _NAMES = {"x": "activations", "w": "weight", "g": "gradient"}
@@ -117,14 +116,10 @@ def fp8_report(
     """
     policy = get_policy(policy)
     low_fun = autocast(fun, policy)
-    sites = sites_of(low_fun, *args, takes=_is_quantized, **kwargs)
-    delayed = [site.name for site in sites if is_delayed(site.recipe)]
-    scales = dict.fromkeys([site.name for site in sites])
-    if fp8_state is not None:
-        products = zip(delayed, fp8_state.values(), strict=True)
-        scales |= {name: product.scale for name, product in products}
+    sites = sites_of(low_fun, *args, **kwargs)
+    scales = {name: product.scale for name, product in (fp8_state or {}).items()}
     meters = {site.name: jnp.zeros((*site.shape, len(ROLES), BINS)) for site in sites}
-    seen = counted(low_fun, scales, meters, args, kwargs, takes=_is_quantized, every=True)
+    seen = counted(low_fun, scales, meters, args, kwargs, every=True)
     rows = []
     for site in sites:
         found = np.asarray(seen[site.name])
@@ -132,14 +127,10 @@ def fp8_report(
             name = "/".join([site.name, *map(str, layer)])
             for slot, role in enumerate(ROLES):
                 dtype = site.recipe.dtypes((role, role))[0]
-                counts, scale = found[(*layer, slot)], scales[site.name]
+                counts, scale = found[(*layer, slot)], scales.get(site.name)
                 own = None if scale is None else float(scale[(*layer, slot)])
                 rows.append(_row(name, _NAMES[role], dtype, counts, own))
     return Fp8Report(tuple(rows))
-
-
-def _is_quantized(recipe: Any) -> bool:
-    return recipe is not None
 
 
 def _row(

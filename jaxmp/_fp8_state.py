@@ -7,9 +7,9 @@ import jax
 
 from jaxmp import _tree
 from jaxmp._loss import LossOutput, check_loss
-from jaxmp.autocast import autocast, sites_of, with_meters
+from jaxmp.autocast import autocast, sites_of, with_given
 from jaxmp.fp8 import ProductState, get_recipe, update_state
-from jaxmp.fp8._state import is_delayed, new_meters, new_state
+from jaxmp.fp8._state import Given, is_delayed, new_meters, new_state, of_weights
 from jaxmp.policy import Policy, get_policy
 
 
@@ -25,8 +25,7 @@ def check_fp8_state(policy: Policy, fp8_state: Any) -> None:
 
 def _delayed(policy: Policy) -> list[str]:
     """Returns the recipes of a policy that have a state."""
-    texts = {each.recipe for each in (policy, *(rule for _, rule in policy.rules))}
-    return [text for text in texts if is_delayed(get_recipe(text))]
+    return [recipe for recipe in policy.recipes() if is_delayed(get_recipe(recipe))]
 
 
 def init_fp8_state(
@@ -65,12 +64,11 @@ def init_fp8_state(
     if not _delayed(policy):
         return None
     low_fun = autocast(fun, policy)
-    sites = sites_of(low_fun, *args, **kwargs)
+    sites = [site for site in sites_of(low_fun, *args, **kwargs) if is_delayed(site.recipe)]
     state = {site.name: new_state(site.recipe, site.shape) for site in sites}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs))):
         return state
-    scales = dict.fromkeys(state)
-    return update_state(state, counted(low_fun, scales, new_meters(state), args, kwargs))
+    return update_state(state, counted(low_fun, {}, new_meters(state), args, kwargs))
 
 
 def counted(
@@ -79,17 +77,18 @@ def counted(
     meters: Mapping[str, Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    **options: Any,
+    *,
+    every: bool = False,
 ) -> dict[str, jax.Array]:
     """Returns what the products of a loss function see, its gradients included.
 
     Args:
         low_fun: what `autocast` returned for the loss function.
-        scales: see `with_meters`, as `meters` and `options`.
-        meters: zeros.
+        scales: f32[..., 3], by the names of products; those of now for others.
+        meters: zeros, by the names of products.
         args: of the function.
         kwargs: of the function.
-        **options: of `with_meters`.
+        every: whether all numbers are counted, and not just the largest.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = [leaf if _tree.is_array(leaf) else None for leaf in leaves]
@@ -99,9 +98,35 @@ def counted(
             leaf if array is None else array for leaf, array in zip(leaves, arrays, strict=True)
         ]
         args, kwargs = treedef.unflatten(merged)
-        return _loss_of(with_meters(low_fun, scales, meters, **options)(*args, **kwargs))
+        given = {name: Given(scales.get(name), meter) for name, meter in meters.items()}
+        return _loss_of(with_given(low_fun, given, every=every)(*args, **kwargs))
 
     return jax.jit(jax.grad(loss))(meters, arrays)
+
+
+def quantized_weights(
+    fun: Callable[..., Any], policy: Policy, fp8_state: Mapping[str, Any] | None, *args: Any
+) -> dict[str, Given]:
+    """Returns the weights of a function in 8 bits, for products that are computed several times.
+
+    Args:
+        fun: of parameters and more.
+        policy: by whose recipes they are quantized.
+        fp8_state: for their scales, if there is one.
+        *args: the arguments of `fun`; weights are those that come of the first by moves alone.
+    """
+    if not policy.recipes():
+        return {}
+    arrays = [leaf for leaf in jax.tree.leaves(args[0]) if _tree.is_array(leaf)]
+    given = {}
+    for site in sites_of(autocast(fun, policy), *args):
+        origin = site.origin
+        if origin is None or origin.place >= len(arrays) or not site.recipe.shares_codes():
+            continue
+        product = (fp8_state or {}).get(site.name)
+        scales = None if product is None else product.scale
+        given[site.name] = of_weights(site.recipe, origin.weights(arrays), site.shape, scales)
+    return given
 
 
 def _loss_of(result: Any) -> jax.Array:

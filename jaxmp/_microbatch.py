@@ -65,6 +65,12 @@ def accumulate(
     return output, grads
 
 
+def spec(batch: Any, microbatches: int) -> Any:
+    """Returns the shapes and dtypes of one microbatch."""
+    parts = jax.eval_shape(lambda batch: _split(batch, microbatches), batch)
+    return jax.tree.map(lambda part: jax.ShapeDtypeStruct(part.shape[1:], part.dtype), parts)
+
+
 def _split(batch: Any, microbatches: int) -> Any:
     """Deals the examples out like cards, so that a sharded leading axis stays sharded."""
     sizes: dict[int, str] = {}

@@ -10,13 +10,14 @@ is traced in float32 and replayed with this primitive in the place of the plain 
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal, Primitive, primitives
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, primitives
 from jax.interpreters import ad, batching, mlir
 
 from jaxmp._dtypes import BFLOAT16, FLOAT32, HALF_DTYPES, dtype_of, is_inexact
@@ -31,7 +32,8 @@ PLAIN_PRODUCTS = frozenset({DOT_GENERAL.name, CONVOLUTION.name, _RAGGED})
 # Parameters: `base`, the plain primitive; `params`, its parameters as sorted pairs;
 # `compute_dtype` of the multiplied operands; `accum_dtype` of the sums; `out_dtype` of the result;
 # `recipe`, by which the operands are quantized, or None; `roles`, what each of them is.
-# Where the scales of the operands are those of a recipe's state, they are a third operand.
+# `extras`, names of further operands for a recipe: the `scales` of a state, f32[3], and
+# of a weight that was quantized before the `codes` and the `code_scale`.
 product_p = Primitive("mixed_product")
 
 
@@ -45,6 +47,7 @@ class Dtypes(NamedTuple):
         recipe: how the operands are quantized to fewer bits, or None: the methods `takes`, `dtypes`
             and `product` of a `jaxmp.fp8.Recipe`.
         roles: what each operand is: "x" for activations, "w" for a weight, "g" for a gradient.
+        extras: the names of the operands that follow, for a recipe.
     """
 
     compute_dtype: np.dtype
@@ -52,6 +55,7 @@ class Dtypes(NamedTuple):
     out_dtype: np.dtype
     recipe: Any = None
     roles: tuple[str, str] = ("x", "w")
+    extras: tuple[str, ...] = ()
 
     def for_operands(self, base: Primitive, params: dict[str, Any], lhs: Any, rhs: Any) -> "Dtypes":
         """Returns these without a recipe that does not take such a product."""
@@ -129,7 +133,7 @@ def _replay(
     jaxpr: ClosedJaxpr,
     args: Sequence[Any],
     dtypes: Dtypes,
-    scales: Sequence[Any] = (),
+    extras: Mapping[str, Any] = MappingProxyType({}),
     *,
     of_gradient: bool = False,
 ) -> Any:
@@ -139,7 +143,7 @@ def _replay(
         jaxpr: the rule.
         args: its arguments.
         dtypes: of the product, and what its operands are.
-        scales: those that the product is given, one array or none.
+        extras: what the product is given for its recipe, by name.
         of_gradient: whether the first argument is the gradient of a result. The role of the other
             one is then the first of `dtypes`.
     """
@@ -159,8 +163,7 @@ def _replay(
                 is_left = _is_among(eqn.invars[0], gradients)
                 own = dtypes._replace(roles=("g", role) if is_left else (role, "g"))
                 own = own.for_operands(eqn.primitive, eqn.params, *operands[:2])
-            kept = scales if own.recipe is not None else ()
-            results = product(eqn.primitive, eqn.params, own, *operands, *kept)
+            results = _with_extras(eqn, own, operands, extras)
         else:
             if any(_is_among(atom, gradients) for atom in eqn.invars):
                 gradients.update(eqn.outvars)
@@ -169,6 +172,20 @@ def _replay(
         values.update(zip(eqn.outvars, results, strict=True))
     (result,) = jaxpr.jaxpr.outvars
     return read(result)
+
+
+def _with_extras(
+    eqn: JaxprEqn, dtypes: Dtypes, operands: Sequence[Any], extras: Mapping[str, Any]
+) -> Any:
+    """Binds a product to those of the extras that are for it."""
+    is_weight = dtypes.recipe is not None and "w" in dtypes.roles
+    kept = {
+        name: extra
+        for name, extra in extras.items()
+        if is_weight or (name == "scales" and dtypes.recipe is not None)
+    }
+    dtypes = dtypes._replace(extras=tuple(kept))
+    return product(eqn.primitive, eqn.params, dtypes, *operands, *kept.values())
 
 
 def _is_among(atom: Any, variables: set[Any]) -> bool:
@@ -191,12 +208,24 @@ def _abstract(*operands: Any, base: Primitive, params: Any, out_dtype: Any, **_:
     return aval.update(dtype=out_dtype, weak_type=False)
 
 
+def _without_codes(operands: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Binds a product whose weight is another than the one that was quantized."""
+    arity, extras = _arity(params["base"]), params["extras"]
+    kept = [x for name, x in zip(extras, operands[arity:], strict=True) if name == "scales"]
+    params = params | {"extras": ("scales",) * len(kept)}
+    return product_p.bind(*operands[:arity], *kept, **params)
+
+
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+    def bind(operands: Sequence[Any]) -> Any:
+        return product_p.bind(*operands, **params)
+
     terms = []
     for side in (0, 1):
         if not isinstance(tangents[side], ad.Zero):
             operands = [*primals[:side], tangents[side], *primals[side + 1 :]]
-            terms.append(product_p.bind(*operands, **params))
+            is_weight = params["roles"][side] == "w"
+            terms.append(_without_codes(operands, params) if is_weight else bind(operands))
     result = product_p.bind(*primals, **params)
     if not terms:
         return result, ad.Zero(jax.typeof(result))
@@ -215,13 +244,14 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
         gradients[side] = ad.Zero(aval)
         return gradients
     base, plain, dtypes = params.pop("base"), params.pop("params"), Dtypes(**params)
-    operands, scales = operands[: _arity(base)], operands[_arity(base) :]
+    arity = _arity(base)
+    operands, extras = operands[:arity], dict(zip(dtypes.extras, operands[arity:], strict=True))
     others = [operand for i, operand in enumerate(operands) if i != side]
     specs = tuple(map(_float32_spec, (cotangent, *others)))
     jaxpr = _traced_gradient(base, plain, side, _float32_spec(_Linear(aval)), specs)
     role = dtypes.roles[1 - side]
     own = dtypes._replace(out_dtype=aval.dtype, roles=(role, role))
-    gradients[side] = _replay(jaxpr, (cotangent, *others), own, scales, of_gradient=True)
+    gradients[side] = _replay(jaxpr, (cotangent, *others), own, extras, of_gradient=True)
     return gradients
 
 
@@ -245,17 +275,22 @@ ad.primitive_transposes[product_p] = _transpose
 def _batch(args: Any, dims: Any, *, base: Primitive, params: Any, **dtypes: Any) -> tuple[Any, Any]:
     axes = tuple(dim if isinstance(dim, int) else None for dim in dims)
     arity = _arity(base)
+    extras = dict(zip(dtypes["extras"], zip(args[arity:], axes[arity:], strict=True), strict=True))
+    if any(axis is not None for name, (_, axis) in extras.items() if name != "scales"):
+        extras = {name: extra for name, extra in extras.items() if name == "scales"}
     # One scale for all, as where it is of what the arrays have.
-    scales = [
-        x if axis is None else lax.reduce_max(x, (axis,))
-        for x, axis in zip(args[arity:], axes[arity:], strict=True)
-    ]
+    extras = {
+        name: x if axis is None else lax.reduce_max(x, (axis,))
+        for name, (x, axis) in extras.items()
+    }
     args, axes = args[:arity], axes[:arity]
+    own = Dtypes(**dtypes)._replace(extras=tuple(extras))
     if all(axis is None for axis in axes):
-        return product_p.bind(*args, *scales, base=base, params=params, **dtypes), None
+        params = product_params(base, dict(params), own)
+        return product_p.bind(*args, *extras.values(), **params), None
     batched = jax.vmap(functools.partial(_plain, base, params), in_axes=axes)
     jaxpr = jax.make_jaxpr(batched)(*map(_float32_spec, args))
-    return _replay(jaxpr, args, Dtypes(**dtypes), scales), 0
+    return _replay(jaxpr, args, own, extras), 0
 
 
 batching.primitive_batchers[product_p] = _batch
@@ -297,11 +332,16 @@ def _compute(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
 
 
 def _compute_on_cuda(
-    *operands: Any, base: Primitive, params: Any, out_dtype: np.dtype, **named: Any
+    *operands: Any,
+    base: Primitive,
+    params: Any,
+    out_dtype: np.dtype,
+    takes_blocks: bool,
+    **named: Any,
 ) -> Any:
     """As `_compute`, save that cuDNN runs a half convolution in float32 for a float32 result."""
     if named["recipe"] is not None:
-        route = Route(lax.dot_general, takes_blocks=True)
+        route = Route(lax.dot_general, takes_blocks)
         return _quantized(route, operands, params, Dtypes(out_dtype=out_dtype, **named))
     dtype = named["compute_dtype"]
     compute = functools.partial(_compute, base=base, params=params, **named)
@@ -488,6 +528,28 @@ def _lowering(compute: Callable[..., Any]) -> Any:
     return mlir.lower_fun(lowered, multiple_results=False)
 
 
+_lower_alone, _lower_partitioned = (
+    _lowering(functools.partial(_compute_on_cuda, takes_blocks=takes)) for takes in (True, False)
+)
+
+
+def _lower_on_cuda(ctx: Any, *operands: Any, **params: Any) -> Any:
+    return (_lower_partitioned if _is_partitioned(ctx) else _lower_alone)(ctx, *operands, **params)
+
+
+def _is_partitioned(ctx: Any) -> bool:
+    """Whether XLA will cut what is lowered into parts for several devices.
+
+    It cannot do that to the call for blocks. In a shard_map over all axes of a mesh nothing is left
+    to cut.
+    """
+    axes = ctx.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)
+    if mesh is None:
+        return getattr(axes, "num_devices", 1) > 1
+    return set(getattr(axes, "manual_axes", ())) != set(mesh.axis_names)
+
+
 mlir.register_lowering(product_p, _lowering(_compute))
-mlir.register_lowering(product_p, _lowering(_compute_on_cuda), platform="cuda")
+mlir.register_lowering(product_p, _lower_on_cuda, platform="cuda")
 mlir.register_lowering(product_p, _lowering(_compute_on_cpu), platform="cpu")

@@ -142,6 +142,11 @@ class Policy(jmp.Policy):
         """Returns every dtype that anything is computed in, the rules included."""
         return frozenset({self.compute_dtype, *(rule.compute_dtype for _, rule in self.rules)})
 
+    def recipes(self) -> frozenset[str]:
+        """Returns every recipe that is named, the rules included."""
+        named = {self.recipe, *(rule.recipe for _, rule in self.rules)}
+        return frozenset(recipe for recipe in named if recipe is not None)
+
     def primitive_class(self, name: str) -> str | None:
         """Returns the class that this policy gives to a primitive of JAX, or None.
 

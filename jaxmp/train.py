@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,11 +20,11 @@ from jaxmp._dtypes import (
     has_gradient,
 )
 from jaxmp._errors import check_count
-from jaxmp._fp8_state import check_fp8_state
+from jaxmp._fp8_state import check_fp8_state, quantized_weights
 from jaxmp._loss import LossOutput, call_loss, check_loss
-from jaxmp.autocast import autocast, check_runnable, with_meters
+from jaxmp.autocast import autocast, check_runnable, with_given
 from jaxmp.fp8 import update_state
-from jaxmp.fp8._state import new_meters
+from jaxmp.fp8._state import Given, new_meters
 from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
 from jaxmp.optim import apply_updates, full_weights, get_mixed_precision_state
 from jaxmp.optim._ema import check_decay, moved_average
@@ -87,8 +87,30 @@ def value_and_grad(
             stacklevel=2,
         )
     loss_scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
-    low_fun = autocast(fun, policy)
     check_fp8_state(policy, fp8_state)
+    return _value_and_grad(
+        fun,
+        policy,
+        argnums=argnums,
+        has_aux=has_aux,
+        loss_scale=loss_scale,
+        fp8_state=fp8_state,
+        weights={},
+    )
+
+
+def _value_and_grad(
+    fun: Callable[..., Any],
+    policy: Policy,
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    loss_scale: Any,
+    fp8_state: Any,
+    weights: Mapping[str, Given],
+) -> Callable[..., Any]:
+    """`value_and_grad` of checked arguments, with weights that were quantized before."""
+    low_fun = autocast(fun, policy)
     state = fp8_state or {}
     scales = {name: lax.stop_gradient(product.scale) for name, product in state.items()}
 
@@ -111,7 +133,12 @@ def value_and_grad(
             full_args = list(args)
             for position, arg in zip(positions, treedef.unflatten(merged), strict=True):
                 full_args[position] = arg
-            run = with_meters(low_fun, scales, meters) if fp8_state is not None else low_fun
+            given = dict(weights)
+            for name, meter in meters.items():
+                own = given.get(name, Given())
+                given[name] = own._replace(scales=scales[name], meter=meter)
+            is_given = weights or fp8_state is not None
+            run = with_given(low_fun, given) if is_given else low_fun
             loss, aux = _split_aux(run(*full_args, **kwargs), has_aux)
             loss = check_loss(loss)
             return loss_scale.scale(loss), (loss, aux)
@@ -322,17 +349,25 @@ def make_train_step(
                 f"ema_decay is {ema_decay}, but the state was created with "
                 f"ema={state.ema_params is not None}. Use both or neither."
             )
+        check_fp8_state(policy, state.fp8_state)
         before = get_mixed_precision_state(state.opt_state)
         rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
 
+        weights = {}
+        if microbatches > 1:
+            fun = functools.partial(call_loss, loss_fn, state.model_state, rng)
+            full, part = _tree.cast_to_full(state.params), _microbatch.spec(batch, microbatches)
+            weights = quantized_weights(fun, policy, state.fp8_state, full, part)
+
         def grads_of(part: Any, model_state: Any, rng: Any) -> tuple[LossOutput, Any]:
             fun = functools.partial(call_loss, loss_fn, model_state, rng)
-            grad_fn = value_and_grad(
+            grad_fn = _value_and_grad(
                 fun,
                 policy,
                 has_aux=True,
                 loss_scale=before.loss_scale,
                 fp8_state=state.fp8_state,
+                weights=weights,
             )
             (loss, output), grads, *seen = grad_fn(state.params, part)
             new_model_state = _tree.like(output.model_state, model_state)

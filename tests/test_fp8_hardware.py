@@ -92,6 +92,30 @@ def test_a_wide_mlp_on_a_tpu7x():
     assert ours.estimated_cycles <= 0.85 * half.estimated_cycles
 
 
+def sharded(shape, *axes):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P(*axes))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+
+def mlp_loss(params, x):
+    return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "target", "gathered"),
+    [("mixed_float8", "cuda:h100", E4M3), ("mixed_mxfp8", "cuda:b200", BF16)],
+)
+def test_weights_are_gathered_as_they_are_multiplied(policy, target, gathered):
+    params = {"in": sharded((1024, 4096), "data"), "out": sharded((4096, 1024), "data")}
+    step = jaxmp.value_and_grad(mlp_loss, policy)
+    ours = compile_for(target, step, params, sharded((8192, 1024), "data"))
+    assert kinds(ours).total() == 5
+    large = [row for row in ours.collectives if row.bytes > 1 << 20]
+    assert {row.dtype for row in large if row.instruction == "all-gather"} == {gathered}
+    assert {row.dtype for row in large if row.instruction != "all-gather"} == {"float32"}
+
+
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):

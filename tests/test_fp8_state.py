@@ -15,7 +15,7 @@ import jaxmp
 import jaxmp.linen
 from jaxmp import fp8
 from jaxmp import nnx as jaxmp_nnx
-from tests.autocast_tools import BF16, F32, normal
+from tests.autocast_tools import BF16, F32, eqns_in, normal
 
 RECIPE = fp8.DelayedScaling(history=4)
 DELAYED = jaxmp.Policy(recipe=RECIPE)
@@ -395,3 +395,42 @@ def test_bad_input():
     stateless, _, _ = train_state("mixed_bfloat16")
     with pytest.raises(ValueError, match="has a state"):
         jaxmp.make_train_step(mlp_loss, tx, DELAYED)(stateless, batch)
+
+
+def tied_loss(params, batch):
+    x, _ = lax.scan(lambda x, w: (layer(x, w), None), batch["x"], params["layers"])
+    return jnp.mean((x @ params["out"].reshape(64, 48) @ params["out"].reshape(64, 48).T) ** 2)
+
+
+@pytest.mark.parametrize(
+    "recipe", [fp8.CurrentScaling(), RECIPE, fp8.CurrentScaling(scaling="row"), fp8.BlockScaling()]
+)
+def test_microbatches_share_the_codes_of_weights(recipe):
+    policy = jaxmp.Policy(recipe=recipe)
+    params = {"layers": WS, "out": W.reshape(8, 8, 48) / 8}
+    batch = {"x": normal(8, 64, 64)}
+    if isinstance(recipe, fp8.BlockScaling):
+        params["out"] = normal(9, 8, 8, 48)
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), policy)
+    fp8_state = jaxmp.init_fp8_state(tied_loss, policy, params, {"x": X})
+    state = jaxmp.TrainState.create(params, tx, fp8_state=fp8_state)
+    step = jaxmp.make_train_step(tied_loss, tx, policy, microbatches=2, donate=False)
+    products = [
+        eqn.params
+        for eqn in eqns_in(jax.make_jaxpr(step)(state, batch))
+        if eqn.primitive.name == "mixed_product" and eqn.params["recipe"] is not None
+    ]
+    is_shared = "row" not in str(recipe) and not isinstance(recipe, fp8.BlockScaling)
+    for params_of in products:
+        assert ("codes" in params_of["extras"]) == (is_shared and "w" in params_of["roles"])
+    new, _ = step(state, batch)
+    # The same as by hand, where every microbatch quantizes its weights.
+    grad_fn = jax.jit(jaxmp.value_and_grad(tied_loss, policy, fp8_state=fp8_state))
+    halves = [grad_fn(params, {"x": batch["x"][i::2]}) for i in range(2)]
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, halves[0][1], halves[1][1])
+    for leaf, old, grad in zip(*map(jax.tree.leaves, (new.params, params, mean)), strict=True):
+        np.testing.assert_allclose(leaf, old - grad, atol=1e-5 * float(abs(grad).max()) + 1e-6)
+    if fp8_state is not None:
+        seen = jax.tree.map(jnp.add, halves[0][2], halves[1][2])
+        right = fp8.update_state(fp8_state, seen)
+        jax.tree.map(np.testing.assert_array_equal, new.fp8_state, right)

@@ -14,12 +14,13 @@ from jaxmp._dtypes import HALF_DTYPES
 from jaxmp._jaxpr import open_jaxpr
 from jaxmp.autocast._interpret import Interpreter, given
 from jaxmp.autocast._lookahead import OUTPUT
+from jaxmp.autocast._metered import Metered
 from jaxmp.autocast._region import Region, autocast_scope, full_precision
 from jaxmp.autocast._rules import check_primitives
-from jaxmp.autocast._sites import Metered, Site, check_sites, find_sites
+from jaxmp.autocast._sites import Site, check_given, find_sites
 from jaxmp.autocast._values import GIVEN, Value, float_dtype, written_state
 from jaxmp.fp8 import get_recipe, runnable
-from jaxmp.fp8._state import is_delayed
+from jaxmp.fp8._state import Given
 from jaxmp.policy import Policy, get_policy
 
 __all__ = ["autocast", "full_precision"]
@@ -66,43 +67,40 @@ def rewritten(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     return _computed_by(functools.partial(_run, policy), fun)
 
 
-def with_meters(
+def with_given(
     fun: Callable[..., Any],
-    scales: Mapping[str, Any],
-    meters: Mapping[str, Any],
+    given: Mapping[str, Given],
     *,
-    takes: Callable[[Any], bool] = is_delayed,
     every: bool = False,
 ) -> Callable[..., Any]:
-    """Returns an autocast function whose products take scales and count what they see.
+    """Returns an autocast function whose products are given scales, meters or weights.
 
     Args:
         fun: what `autocast` returned.
-        scales: f32[..., 3] for each product of `sites_of`, or None for the scales of now.
-        meters: f32[..., 3, BINS] for each.
-        takes: whether the products of a recipe are among them.
-        every: whether all numbers are counted, and not just the largest.
+        given: for the products of `sites_of`, by name.
+        every: whether meters count all numbers, and not just the largest.
     """
 
     def run(traced: Any, arrays: Sequence[Any], _names: Sequence[str]) -> list[Any]:
         jaxpr = open_jaxpr(traced)
-        sites = find_sites(jaxpr, takes)
-        check_sites(sites, meters)
-        states = [(scales[site.name], meters[site.name]) for site in sites]
-        return Metered(takes, every)(jaxpr, traced.consts, arrays, sites, states)
+        sites = find_sites(jaxpr)
+        check_given(sites, given)
+        own = [given.get(site.name, Given()) for site in sites]
+        return Metered(every)(jaxpr, traced.consts, arrays, sites, own)
 
     return _computed_by(run, fun)
 
 
-def sites_of(
-    fun: Callable[..., Any], *args: Any, takes: Callable[[Any], bool] = is_delayed, **kwargs: Any
-) -> list[Site]:
-    """Returns the products of an autocast function whose recipe `takes` says yes to."""
+def sites_of(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Site]:
+    """Returns the products of an autocast function that have a recipe.
+
+    The origins of their weights count the arrays among the arguments.
+    """
     found: list[Site] = []
 
     def run(traced: Any, arrays: Sequence[Any], _names: Sequence[str]) -> list[Any]:
         jaxpr = open_jaxpr(traced)
-        found.extend(find_sites(jaxpr, takes))
+        found.extend(find_sites(jaxpr))
         return list(jaxpr_as_fun(traced)(*arrays))
 
     leaves, treedef = jax.tree.flatten((args, kwargs))
@@ -172,8 +170,8 @@ def _as_it_is(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_runnable(policy: Policy) -> None:
     """Raises ValueError if a policy names a recipe that is not there."""
-    for each in (policy, *(rule for _, rule in policy.rules)):
-        get_recipe(each.recipe)
+    for recipe in policy.recipes():
+        get_recipe(recipe)
 
 
 def _run(policy: Policy, traced: Any, arrays: Sequence[Any], names: Sequence[str]) -> list[Any]:

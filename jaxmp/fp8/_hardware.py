@@ -28,7 +28,7 @@ def runnable(policy: Policy, device: Any = None) -> Policy:
     Warns:
         UserWarning: of each such recipe.
     """
-    texts = {each.recipe for each in (policy, *(rule for _, rule in policy.rules))} - {None}
+    texts = policy.recipes()
     if not texts:
         return policy
     device = jax.local_devices()[0] if device is None else device

@@ -104,18 +104,24 @@ class _Scaling(Recipe):
     def product(
         self, operands: Sequence[Any], dimension_numbers: Any, dtypes: Dtypes, route: Route
     ) -> jax.Array:
-        """Returns a product of two operands, and of the scales of a state if there is one."""
+        """Returns a product of two operands, and of what is given beside them."""
+        given = dict(zip(dtypes.extras, operands[2:], strict=True))
+        sides = zip(operands[:2], dtypes.roles, dimension_numbers[0], strict=True)
         left, right = (
-            self.quantized(operand, role, axes, *operands[2:])
-            for operand, role, axes in zip(
-                operands[:2], dtypes.roles, dimension_numbers[0], strict=True
-            )
+            Quantized(given["codes"], given["code_scale"])
+            if role == "w" and "codes" in given
+            else self.quantized(operand, role, axes, given.get("scales"))
+            for operand, role, axes in sides
         )
         return scaled_product(
             left, right, dimension_numbers, dtypes, route, exact=self._has_powers_of_two()
         )
 
     def _has_powers_of_two(self) -> bool:
+        return True
+
+    def shares_codes(self) -> bool:
+        """Whether a weight has the same codes in all products."""
         return True
 
     def quantized(self, x: Any, role: str, axes: Sequence[int], scales: Any = None) -> Quantized:
@@ -172,6 +178,10 @@ class CurrentScaling(_Scaling):
 
     def _has_powers_of_two(self) -> bool:
         return self.power_of_two
+
+    def shares_codes(self) -> bool:
+        """Whether a weight has the same codes in all products."""
+        return self.scaling == "tensor"
 
     def quantized(self, x: Any, role: str, axes: Sequence[int], scales: Any = None) -> Quantized:
         """Returns an operand as codes; see `_Scaling`."""
@@ -259,6 +269,10 @@ class BlockScaling(Recipe):
     def name(self) -> str:  # type: ignore[override]
         """The name in a policy: that of the format."""
         return self.format
+
+    def shares_codes(self) -> bool:
+        """Whether a weight has the same codes in all products."""
+        return False
 
     def dtypes(self, roles: tuple[str, str]) -> tuple[np.dtype, np.dtype]:
         """Returns the dtypes of the operands of a product."""

@@ -1,15 +1,16 @@
 """The state of delayed scaling: how large the operands of each product were, and their scales."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxmp import _tree
 from jaxmp._dtypes import FLOAT32
 from jaxmp._errors import bullet_list
-from jaxmp.fp8._meter import BINS, largest_of
+from jaxmp.fp8._meter import BINS, counts, largest_of
 from jaxmp.fp8._quantize import scale_for
 from jaxmp.fp8._recipes import ROLES, DelayedScaling
 
@@ -29,6 +30,49 @@ class ProductState:
     history: jax.Array
     scale: jax.Array
     recipe: DelayedScaling
+
+
+class Given(NamedTuple):
+    """What a product is given from outside; each may be left out, as None.
+
+    Attributes:
+        scales: f32[..., 3], of a state.
+        meter: f32[..., 3, BINS].
+        codes: of its weight, of the shape of that, quantized before.
+        code_scale: f32[...], theirs.
+        seen: f32[..., BINS], what `counts` gives for the weight.
+    """
+
+    scales: Any = None
+    meter: Any = None
+    codes: Any = None
+    code_scale: Any = None
+    seen: Any = None
+
+    def extras(self) -> dict[str, Any]:
+        """Returns the operands that the product itself takes."""
+        names = ("scales", "codes", "code_scale")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def of_weights(recipe: Any, weights: jax.Array, shape: tuple[int, ...], scales: Any) -> Given:
+    """Returns weights quantized once, for all products that they are in.
+
+    Args:
+        recipe: one with a scale for all of a tensor.
+        weights: f32, bf16 or f16[..., weight].
+        shape: how many weights there are.
+        scales: f32[..., 3] of a state, or None.
+    """
+
+    def one(weight: jax.Array, scales: Any) -> Given:
+        quantized = recipe.quantized(weight, "w", (), scales)
+        scale = quantized.scales.reshape(())
+        return Given(codes=quantized.codes, code_scale=scale, seen=counts(weight))
+
+    for _ in shape:
+        one = jax.vmap(one)
+    return one(lax.stop_gradient(weights), scales)
 
 
 def is_delayed(recipe: Any) -> bool:
