@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
+from jax.interpreters import mlir
 
 from jaxmp._dataflow import dataflow, unmoved
 from jaxmp._dtypes import FLOAT32, dtype_of, is_real_float, parse_dtype
@@ -28,9 +29,13 @@ from jaxmp._product import (
     traced_params,
     vary_alike,
 )
+from jaxmp._product_lowering import LOWERINGS
 from jaxmp._rebind import evaluate
 from jaxmp.fp8 import get_recipe, runnable
 from jaxmp.policy import Policy, get_policy
+
+for _platform, _rule in LOWERINGS.items():
+    mlir.register_lowering(product_p, _rule, platform=_platform)
 
 __all__ = [
     "conv_general_dilated",

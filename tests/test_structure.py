@@ -32,6 +32,7 @@ LAYERS = {
     "_dataflow": 1,
     "_widen": 1,
     "_product": 2,
+    "_product_lowering": 2,
     "fp8": 2,
     "matmul": 2,
     "autocast": 3,
