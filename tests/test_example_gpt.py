@@ -142,7 +142,7 @@ def test_policies_are_split_at_commas_but_not_within_a_text():
     ("args", "message"),
     [
         (["--policy", "mixed_bflot16"], "Did you mean 'mixed_bfloat16'?"),
-        (["--policy", "mixed_mxfp8"], "which this version cannot run"),
+        (["--policy", "mixed_mxfp9"], "Did you mean 'mixed_mxfp8'?"),
         (["--microbatches", "3"], "--microbatches 3 does not divide --batch-size 8"),
         (["--resume", "nowhere"], "No run to resume in nowhere"),
         (["--size", "huge"], "invalid choice: 'huge'"),

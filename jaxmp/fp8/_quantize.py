@@ -14,7 +14,7 @@ from jaxmp.fp8._formats import LARGEST, code_dtype
 
 # Below this the inverse of a scale would be infinite.
 SMALLEST_SCALE = 2.0**-126
-_INFINITY = 0x7F800000
+_EXPONENT = 0x01000000  # one of the exponent, without the sign
 
 
 class Quantized(NamedTuple):
@@ -144,12 +144,13 @@ def amax(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Returns the largest of the finite absolute values along axes, which stay with size one.
 
     It is that of the bits as integers, without a select: the compiler for TPUs keeps masks in
-    memory, for which it packs them.
+    memory, for which it packs them. Without its sign, and with a one added to its exponent, what is
+    not finite is over the end of the integers, and small.
     """
-    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
-    is_finite = lax.shift_right_arithmetic(bits - jnp.int32(_INFINITY), jnp.int32(31))
-    largest = jnp.max(bits & is_finite, axis=axes, keepdims=True, initial=0)
-    return lax.bitcast_convert_type(largest, FLOAT32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) << 1
+    largest = jnp.max(bits + jnp.uint32(_EXPONENT), axis=axes, keepdims=True, initial=0)
+    largest = jnp.maximum(largest, jnp.uint32(_EXPONENT)) - jnp.uint32(_EXPONENT)
+    return lax.bitcast_convert_type(largest >> 1, FLOAT32)
 
 
 def encode(scaled: jax.Array, dtype: np.dtype, key: Any = None) -> jax.Array:
