@@ -35,6 +35,12 @@ def accumulate(
     if microbatches == 1:
         return grads_of(batch, model_state, rng)
     parts = _split(batch, microbatches)
+    # Next values of statistics, such as the largest number of a tensor.
+    takes_largest = [
+        _tree.is_overwritten(name)
+        for name, leaf in zip(_tree.leaf_names(params), jax.tree.leaves(params), strict=True)
+        if has_gradient(dtype_of(leaf))
+    ]
 
     def body(carry: Any, indexed: Any) -> Any:
         sums, total_weight, model_state = carry
@@ -42,7 +48,10 @@ def accumulate(
         part_rng = None if rng is None else jax.random.fold_in(rng, index)
         output, grads = grads_of(part, model_state, part_rng)
         weight = output.weight
-        sums = [s + _weigh(weight, g) for s, g in zip(sums, _floats(grads), strict=True)]
+        sums = [
+            jnp.maximum(s, g) if largest else s + _weigh(weight, g)
+            for s, g, largest in zip(sums, _floats(grads), takes_largest, strict=True)
+        ]
         kept = dataclasses.replace(output, model_state=None)
         return (sums, total_weight + weight, output.model_state), kept
 
@@ -51,7 +60,10 @@ def accumulate(
     indices = jnp.arange(microbatches, dtype=jnp.int32)
     (sums, total_weight, model_state), outputs = lax.scan(body, carry, (indices, parts))
 
-    means = iter([s / total_weight.astype(s.dtype) for s in sums])
+    means = iter(
+        s if largest else s / total_weight.astype(s.dtype)
+        for s, largest in zip(sums, takes_largest, strict=True)
+    )
     grads = jax.tree.map(
         lambda p: next(means) if has_gradient(dtype_of(p)) else _tree.no_gradient(p), params
     )

@@ -316,6 +316,29 @@ def _is_array(leaf: Any) -> bool:
     return dtype_of(leaf) is not None or is_key(leaf)
 
 
+# Flax keeps here what is no parameter: its gradient is its next value (`flax.linen.fp8_ops`).
+_OVERWRITTEN = "_overwrite_with_gradient"
+
+
+def is_overwritten(name: str) -> bool:
+    """Whether the gradient of the leaf of this name is its next value.
+
+    Example:
+        >>> is_overwritten("_overwrite_with_gradient/Dense_0/kernel_scale")
+        True
+    """
+    return _OVERWRITTEN in name.split("/")
+
+
+def map_overwritten(fun: Callable[..., Any], tree: T, *rest: Any) -> T:
+    """Maps only the leaves whose gradient is their next value; others stay."""
+
+    def leaf_fn(name: str, leaf: Any, *others: Any) -> Any:
+        return fun(leaf, *others) if is_overwritten(name) else leaf
+
+    return map_named(leaf_fn, tree, *rest)
+
+
 def is_array(leaf: Any) -> bool:
     """Whether `leaf` is an array that JAX traces; Python numbers are none."""
     if isinstance(leaf, np.ndarray | np.generic):

@@ -119,6 +119,7 @@ def _value_and_grad(
         positions = _positions(argnums, len(args))
         chosen = tuple(args[position] for position in positions)
         leaves, treedef = jax.tree.flatten(chosen)
+        leaf_names = _tree.leaf_names(chosen)
         # Differentiating f32 copies keeps a narrow parameter's gradient from being rounded.
         floats = [_tree.widen_leaf(leaf) for leaf in leaves if _has_gradient(leaf)]
         if not floats:
@@ -145,7 +146,12 @@ def _value_and_grad(
 
         grad = jax.grad(scaled_loss, (0, 1), has_aux=True)
         (grads, seen), (loss, aux) = grad(floats, new_meters(state))
-        values = iter(loss_scale.unscale(grads))
+        # What is no gradient but a next value was not scaled.
+        names = [name for name, leaf in zip(leaf_names, leaves, strict=True) if _has_gradient(leaf)]
+        values = iter(
+            grad if _tree.is_overwritten(name) else unscaled
+            for name, grad, unscaled in zip(names, grads, loss_scale.unscale(grads), strict=True)
+        )
         grads = treedef.unflatten(
             [next(values) if _has_gradient(leaf) else _tree.no_gradient(leaf) for leaf in leaves]
         )
@@ -311,6 +317,8 @@ def make_train_step(
         loss_fn: called as `loss_fn(params, batch)`, with the keyword `model_state` and the
             keyword `rng` too if the `TrainState` has them. Returns a scalar mean loss or a
             `LossOutput`. It runs in the policy's compute dtype; `model_state` reaches it uncast.
+            Of parameters in a collection `_overwrite_with_gradient`, as Flax's fp8 layers have
+            them, the gradient is the next value: no optimizer, norm or average sees them.
         tx: a transform wrapped in `mixed_precision` (which may itself be wrapped or chained).
         policy: a policy or the name of one.
         microbatches: into how many equal parts to split the leading axis of the batch. They run
@@ -379,24 +387,29 @@ def make_train_step(
         output, (grads, seen) = _microbatch.accumulate(
             grads_of, like, batch, state.model_state, rng, microbatches=microbatches
         )
+        # For the optimizer, what is no gradient is zero.
+        new_values = grads
+        grads = _tree.map_overwritten(jnp.zeros_like, grads)
         extra_args = {"value": output.loss} if pass_value else {}
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra_args)
         after = get_mixed_precision_state(opt_state)
+        overwrite = functools.partial(_overwritten, after.finite)
         params = apply_updates(state.params, updates)
+        params = _tree.map_overwritten(overwrite, params, state.params, new_values)
         fp8_state = state.fp8_state
         if fp8_state is not None:
             fp8_state = update_state(fp8_state, seen[0], after.finite)
+        ema_params = None
+        if ema_decay is not None:
+            full = full_weights(opt_state, params)
+            ema_params = _updated_ema(after.finite, ema_decay, state.ema_params, full)
         new_state = TrainState(
             step=state.step + jnp.int32(1),
             params=params,
             opt_state=opt_state,
             model_state=_tree.select_tree(after.finite, output.model_state, state.model_state),
             rng=state.rng,
-            ema_params=None
-            if ema_decay is None
-            else _updated_ema(
-                after.finite, ema_decay, state.ema_params, full_weights(opt_state, params)
-            ),
+            ema_params=ema_params,
             fp8_state=fp8_state,
         )
         return new_state, StepInfo(
@@ -421,8 +434,16 @@ def _global_norm(grads: Any) -> jax.Array:
 
 
 def _updated_ema(finite: jax.Array, decay: float, ema: Any, params: Any) -> Any:
-    def leaf_fn(average: Any, param: Any) -> Any:
-        moved = moved_average(average, param, decay)
-        return jnp.where(finite, moved, average) if has_gradient(dtype_of(average)) else param
+    def leaf_fn(name: str, average: Any, param: Any) -> Any:
+        if _tree.is_overwritten(name) or not has_gradient(dtype_of(average)):
+            return param
+        return jnp.where(finite, moved_average(average, param, decay), average)
 
-    return jax.tree.map(leaf_fn, ema, params)
+    return _tree.map_named(leaf_fn, ema, params)
+
+
+def _overwritten(finite: jax.Array, updated: Any, old: Any, new: Any) -> Any:
+    """Returns the next value of what an optimizer is not for; the old one in a skipped step."""
+    if not has_gradient(dtype_of(old)):
+        return updated
+    return jnp.where(finite & jnp.isfinite(new), new, old).astype(old.dtype)
