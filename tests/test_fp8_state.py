@@ -377,6 +377,15 @@ def test_rules_choose_and_current_has_no_state():
     np.testing.assert_array_equal(untouched["outer"].scale, 1)
 
 
+def test_products_stand_where_they_stood():
+    state, tx, batch = train_state()
+    step = jaxmp.make_train_step(mlp_loss, tx, DELAYED, microbatches=2)
+    report = jaxmp.audit(step, state, batch, target=None, policy=DELAYED)
+    assert {row.path for row in report.products} == {"inner", "outer"}
+    assert len(report.products) == 5
+    assert not report.traps
+
+
 def test_without_a_state_scales_are_current():
     x = 100 * X
     alone = jaxmp.autocast(jnp.matmul, DELAYED)(x, W)

@@ -96,10 +96,10 @@ class Metered:
     def _product(self, eqn: JaxprEqn, operands: list[Any], given: Given) -> Any:
         extras = given.extras()
         params = eqn.params | {"extras": tuple(extras)}
+        (result,) = evaluate(eqn.replace(params=params), [*operands, *extras.values()])
+        if given.meter is None:
+            return result
         with in_place_of(eqn):
-            (result,) = evaluate(eqn.replace(params=params), [*operands, *extras.values()])
-            if given.meter is None:
-                return result
             side = weight_side(eqn)
             seen = [counts(operands[1 - side], every=self.every), given.seen]
             if given.seen is None:
