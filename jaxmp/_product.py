@@ -10,13 +10,12 @@ is traced in float32 and replayed with this primitive in the place of the plain 
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Primitive, primitives
+from jax.extend.core import ClosedJaxpr, Literal, Primitive, primitives
 from jax.interpreters import ad, batching
 
 from jaxmp._dtypes import FLOAT32, is_inexact
@@ -132,7 +131,7 @@ def _replay(
     jaxpr: ClosedJaxpr,
     args: Sequence[Any],
     dtypes: Dtypes,
-    extras: Mapping[str, Any] = MappingProxyType({}),
+    extras: Mapping[str, Any],
     *,
     of_gradient: bool = False,
 ) -> Any:
@@ -162,7 +161,9 @@ def _replay(
                 is_left = _is_among(eqn.invars[0], gradients)
                 own = dtypes._replace(roles=("g", role) if is_left else (role, "g"))
                 own = own.for_operands(eqn.primitive, eqn.params, *operands[:2])
-            results = _with_extras(eqn, own, operands, extras)
+            kept = extras if own.recipe is not None else {}
+            own = own._replace(extras=tuple(kept))
+            results = product(eqn.primitive, eqn.params, own, *operands, *kept.values())
         else:
             if any(_is_among(atom, gradients) for atom in eqn.invars):
                 gradients.update(eqn.outvars)
@@ -173,26 +174,12 @@ def _replay(
     return read(result)
 
 
-def _with_extras(
-    eqn: JaxprEqn, dtypes: Dtypes, operands: Sequence[Any], extras: Mapping[str, Any]
-) -> Any:
-    """Binds a product to those of the extras that are for it."""
-    is_weight = dtypes.recipe is not None and "w" in dtypes.roles
-    kept = {
-        name: extra
-        for name, extra in extras.items()
-        if is_weight or (name == "scales" and dtypes.recipe is not None)
-    }
-    dtypes = dtypes._replace(extras=tuple(kept))
-    return product(eqn.primitive, eqn.params, dtypes, *operands, *kept.values())
-
-
 def _is_among(atom: Any, variables: set[Any]) -> bool:
     return not isinstance(atom, Literal) and atom in variables
 
 
 def _arity(base: Primitive) -> int:
-    """Returns how many operands the plain product has; scales come after them."""
+    """Returns how many operands the plain product has; extras come after them."""
     return 3 if base.name == _RAGGED else 2
 
 
@@ -225,7 +212,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tupl
             operands = [*primals[:side], tangents[side], *primals[side + 1 :]]
             is_weight = params["roles"][side] == "w"
             terms.append(_without_codes(operands, params) if is_weight else bind(operands))
-    result = product_p.bind(*primals, **params)
+    result = bind(primals)
     if not terms:
         return result, ad.Zero(jax.typeof(result))
     return result, functools.reduce(lax.add, terms)

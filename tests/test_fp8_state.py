@@ -15,6 +15,7 @@ import jaxmp
 import jaxmp.linen
 from jaxmp import fp8
 from jaxmp import nnx as jaxmp_nnx
+from jaxmp.fp8._meter import BINS, counts, largest_of, metered
 from tests.autocast_tools import BF16, F32, eqns_in, normal
 
 RECIPE = fp8.DelayedScaling(history=4)
@@ -78,6 +79,19 @@ def test_scales_of_the_steps_before_are_used():
     wide = jaxmp.Policy(recipe=fp8.DelayedScaling(history=4, margin=4))
     state = jaxmp.init_fp8_state(loss_fn, wide, W, X)
     np.testing.assert_array_equal(state["product"].scale, 16 * scale)
+    # Of what was never seen the scale stays, without a margin too.
+    assert float(jaxmp.init_fp8_state(loss_fn, wide, W, 0 * X)["product"].scale[0]) == 1
+
+
+def test_wgrad_in_the_compute_dtype_has_no_scales():
+    policy = jaxmp.Policy(recipe=fp8.DelayedScaling(history=4, high_precision_wgrad=True))
+    state = jaxmp.init_fp8_state(loss_fn, policy, W, X)
+    grads, seen = seen_by(loss_fn, state, W, X, policy=policy)
+    # The scales of the first step are those of now.
+    current = jaxmp.Policy(recipe=fp8.CurrentScaling(high_precision_wgrad=True))
+    _, right = jax.jit(jaxmp.value_and_grad(loss_fn, current))(W, X)
+    np.testing.assert_allclose(grads, right, rtol=1e-6, atol=1e-6)
+    assert float(seen["product"][2].sum()) == 1
 
 
 def test_most_recent_and_what_is_not_finite():
@@ -204,6 +218,22 @@ class TestTransformations:
         assert float(fp8.update_state(state, total)["product"].history[0, 0]) == limit(16 * X)
         loss, tangent = jax.jvp(lambda w: run(w, X)[0], (W,), (W,))
         assert np.isfinite([loss, tangent]).all()
+
+    @pytest.mark.parametrize("own", [False, True])
+    def test_a_meter_under_vmap(self, own):
+        xs = jnp.stack([X, 16 * X])
+        meter = jnp.zeros((2, 3, BINS) if own else (3, BINS))
+
+        def total(meter):
+            def one(x, meter):
+                seen = jnp.stack([counts(x), counts(2 * x)])
+                return metered(4 * x, meter, seen, every=False)
+
+            return jnp.sum(jax.vmap(one, (0, 0 if own else None))(xs, meter) * xs)
+
+        largest = largest_of(jax.grad(total)(meter))
+        each = np.array([[limit(x), limit(2 * x), limit(x)] for x in xs])
+        np.testing.assert_array_equal(largest, each if own else each[1])
 
     def test_on_a_mesh_and_in_a_shard_map(self):
         mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -21,7 +21,7 @@ from jaxmp.fp8._state import Given
 
 
 class _Running(NamedTuple):
-    """The state of a site where it is computed: for one turn of the scans around, or for all.
+    """A site where it is computed: in one turn of the scans around it.
 
     Attributes:
         given: what it is given.
@@ -107,7 +107,7 @@ class Metered:
             return metered(result, given.meter, jnp.stack(seen), every=self.every)
 
     def _inside(self, inner: Inner, running: Sequence[_Running]) -> Callable[..., list[Any]]:
-        """Returns an inner jaxpr as a function of its arguments and of the states in it."""
+        """Returns an inner jaxpr as a function of its arguments and of what its sites are given."""
         turns = [each.turns for each in running]
 
         def fun(args: Sequence[Any], given: Sequence[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The products of a program that have a state, and where their weights come from."""
+"""The products of a program that have a recipe, and where their weights come from."""
 
 import dataclasses
 import functools
@@ -43,7 +43,7 @@ class Origin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A product that has a state.
+    """A product that has a recipe.
 
     Attributes:
         name: of the modules around it, and a number if there are several.
