@@ -32,6 +32,27 @@ settings.register_profile("jaxmp", deadline=None, derandomize=True)
 settings.load_profile("jaxmp")
 
 
+def pytest_addoption(parser):
+    """Adds the option for the breadth of the tests without their depth."""
+    parser.addoption(
+        "--first-parameters",
+        action="store_true",
+        help="run each parametrized test with the first of its sets of parameters only",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leaves each test its first parameters, if asked for."""
+    if not config.getoption("--first-parameters"):
+        return
+    first = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    kept = set(first.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = first.values()
+
+
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace):
     names = {"jax": jax, "jaxmp": jaxmp, "jnp": jnp, "np": np, "optax": optax}

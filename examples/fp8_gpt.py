@@ -5,7 +5,8 @@ initial parameters and the same batches of the Python standard library's own sou
 curves can be laid over each other.
 
     python examples/fp8_gpt.py           # five minutes on two CPU cores, which emulate fp8
-    python examples/fp8_gpt.py --smoke   # a tiny model, in less than a minute
+    python examples/fp8_gpt.py --smoke   # a tiny model, in one or two minutes
+    python examples/fp8_gpt.py --policy bfloat16,mxfp8
 
 Needs the extra `jaxmp[examples]`.
 """
@@ -23,6 +24,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
+from _cli import split_policies
 from _report import Progress, Result, make_result, plot_losses, print_table
 from _text import Corpus, batch_at, load_corpus, spread_batches
 
@@ -131,15 +133,20 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="fp8_gpt.py", description="Trains a GPT in float32, bfloat16 and fp8."
     )
-    parser.add_argument("--out", type=Path, default=Path("out/fp8_gpt"), help="for the plot")
-    parser.add_argument("--smoke", action="store_true", help="a tiny run, in less than a minute")
+    add = parser.add_argument
+    add("--policy", action="append", default=[], metavar="NAME", help=f"of {', '.join(POLICIES)}")
+    add("--out", type=Path, default=Path("out/fp8_gpt"), help="for the plot")
+    add("--smoke", action="store_true", help="a tiny run, in one or two minutes")
     args = parser.parse_args(argv)
+    names = split_policies(args.policy) or list(POLICIES)
+    if unknown := set(names) - POLICIES.keys():
+        parser.error(f"--policy names {unknown.pop()!r}, but knows only {', '.join(POLICIES)}")
     try:
         corpus = load_corpus()
         size = SMOKE if args.smoke else Size()
         tokens = np.zeros((1, size.length), np.int32)
         params = jax.jit(GPT(size.width, size.depth).init)(jax.random.key(0), tokens)
-        results = [train(name, size, corpus, params) for name in POLICIES]
+        results = [train(name, size, corpus, params) for name in names]
     except OSError as error:
         print(f"fp8_gpt.py: error: {error}", file=sys.stderr)
         return 2

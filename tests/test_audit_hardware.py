@@ -82,8 +82,12 @@ def test_mlp_step(text, dtype):
     assert (report.bytes_accessed is not None) == text.startswith("tpu")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("text", ABSENT)
+# Convolutions take compilers their time, so float16 is for one of each kind.
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [(text, "bfloat16") for text in ABSENT]
+    + [(text, "float16") for text in ABSENT if text in ("tpu:v5e", "cuda:t4", "cuda:h100")],
+)
 def test_convolution_step(text, dtype):
     def loss(kernels, x):
         for kernel in kernels:
@@ -191,7 +195,6 @@ FLOAT32, BFLOAT16 = ("float32", "float32"), ("bfloat16", "bfloat16")
     ("recipe", "products", "megabytes"),
     [
         ("float32", {FLOAT32: 75}, 8288),
-        ("textbook", {FLOAT32: 58, BFLOAT16: 17}, 8204),
         ("textbook, half activations", {FLOAT32: 34, BFLOAT16: 41}, 5369),
         ("by hand", {BFLOAT16: 75}, 4655),
     ],
@@ -203,12 +206,11 @@ def test_gpt_on_an_h100(recipe, products, megabytes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "gigabytes"), [("float32", 46.5), ("by hand", 36.0)])
-def test_gpt_on_a_v5e(recipe, gigabytes):
-    report = compiled(*reference_gpt.train_step(reference_gpt.Shape(), recipe), "tpu:v5e")
+def test_gpt_on_a_v5e():
+    report = compiled(*reference_gpt.train_step(reference_gpt.Shape(), "by hand"), "tpu:v5e")
     assert len(report.products) == 75
     # Twice the multiply-adds, for the forward pass and both gradients: as on a GPU.
     attention = 3 * 2 * 2 * 8 * 1024 * 1024 * 1024 * 4
     weights = 3 * 2 * 8 * 1024 * (4 * 12 * 1024**2 + 32768 * 1024)
     assert sum(row.flops for row in report.products) == attention + weights
-    assert report.bytes_accessed / 1e9 == pytest.approx(gigabytes, rel=0.02)
+    assert report.bytes_accessed / 1e9 == pytest.approx(36.0, rel=0.02)

@@ -40,12 +40,14 @@ def test_all_matmuls_of_layers_are_in_fp8(name, size):
 @pytest.mark.slow
 def test_smoke(tmp_path):
     script = str(EXAMPLES / "fp8_gpt.py")
-    command = [sys.executable, "-W", "error", script, "--smoke", "--out", str(tmp_path)]
+    names = ["bfloat16", "fp8-delayed"]
+    options = ["--smoke", "--policy", ",".join(names), "--out", str(tmp_path)]
+    command = [sys.executable, "-W", "error", script, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert re.search("policy .* train loss +val loss", done.stdout)
-    for name in fp8_gpt.POLICIES:
+    for name in names:
         shown = re.findall(rf"^{name}: step .* val=(\S+)", done.stderr, re.MULTILINE)
         first, *_, last = map(float, shown)
         assert len(shown) == fp8_gpt.CHUNKS
@@ -53,3 +55,9 @@ def test_smoke(tmp_path):
         row = re.search(rf"^ *{name} +\S+ +\S+ +(\S+) +(\S+)", done.stdout, re.MULTILINE)
         assert float(row[1]) < first - 0.5
         assert abs(float(row[2]) - last) < 1e-3  # three decimals are shown while it trains
+
+
+def test_an_unknown_policy_is_an_error_in_a_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        fp8_gpt.main(["--policy", "fp8-current,mxfp9"])
+    assert "--policy names 'mxfp9', but knows only float32" in capsys.readouterr().err

@@ -131,10 +131,10 @@ def test_a_skipped_step_keeps_the_batch_statistics(monkeypatch):
 
 @pytest.mark.slow
 def test_smoke(tmp_path):
-    done = run_script("--smoke", "--out", tmp_path)
+    done = run_script("--smoke", "--policy", "float32,mixed_float16", "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "confusion.png").read_bytes().startswith(b"\x89PNG")
-    for part in ("test accuracy", "float32", "mixed_bfloat16", "mixed_float16"):
+    for part in ("test accuracy", "float32", "mixed_float16"):
         assert part in done.stdout
 
 
@@ -143,7 +143,8 @@ def test_smoke(tmp_path):
     ("target", "policy", "dtype"),
     [("cuda:h100", "mixed_bfloat16", "bf16"), ("cuda:t4", "mixed_float16", "f16")],
 )
-def test_all_convolutions_are_narrow_on(target, policy, dtype):
+def test_all_convolutions_are_narrow_on(target, policy, dtype, monkeypatch):
+    monkeypatch.setitem(resnet.BLOCKS, 50, (1, 1, 1, 1))  # a block of each width
     try:
         require_compiler(parse_target(target))
     except TargetUnavailableError as error:

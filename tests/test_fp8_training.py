@@ -80,7 +80,7 @@ def text(steps):
         yield jnp.asarray(np.where(source.random(tokens.shape) < 0.1, noise, tokens), jnp.int32)
 
 
-def losses(policy, steps=80):
+def losses(policy, steps=60):
     params = reference_gpt.init(jax.random.key(0), SHAPE)
     tx = jaxmp.mixed_precision(optax.adamw(3e-3), policy)
     first = next(text(1))
