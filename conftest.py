@@ -2,12 +2,14 @@
 
 import os
 
-# Read when JAX starts. Several virtual devices, for the tests of meshes. Most programs run once, on
-# little data, so that compilation takes the time: it optimizes less, and what one worker, script or
-# run has compiled the others load.
+# Read when JAX starts. Several virtual devices, for the tests of meshes, which wait for each other
+# as long as it takes: by default XLA ends the process after 40 seconds, and a busy machine may need
+# them. Most programs run once, on little data, so that compilation takes the time: it optimizes
+# less, and what one worker, script or run has compiled the others load.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0",
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".jax_cache")

@@ -179,14 +179,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     commands = parser.add_subparsers(required=True)
     timed = _command(commands, "time", "time of a step on this machine", run_time)
-    timed.add_argument("--rounds", type=int, default=20)
+    timed.add_argument("--rounds", type=int, default=20, help="times each is run (20)")
     loss = _command(commands, "loss", "loss at the end of training", run_loss)
-    loss.add_argument("--steps", type=int, default=500)
+    loss.add_argument("--steps", type=int, default=500, help="of training (500)")
     cycles = _command(commands, "cycles", "a TPU's cycles, as its compiler estimates", run_cycles)
-    cycles.add_argument("--target", default="tpu:tpu7x")
+    cycles.add_argument("--target", default="tpu:tpu7x", help="of the audit (tpu:tpu7x)")
     # Not 4: of codes that just fit on a tpu7x (8192 by 4096), libtpu 0.0.42 estimates that some
     # matmuls take 35 times as long as those of other sizes.
-    cycles.add_argument("--batch", type=int, default=8, help="sequences of 2048 tokens")
+    cycles.add_argument("--batch", type=int, default=8, help="sequences of 2048 tokens (8)")
     text = f"may be repeated; default: {', '.join(AUDITED)}"
     cycles.add_argument("--policy", action="append", choices=tuple(POLICIES), help=text)
     args = vars(parser.parse_args(arguments))

@@ -4,14 +4,17 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jaxmp import _tree
+from jaxmp._dtypes import FLOAT32
 from jaxmp._fp8_state import counted
 from jaxmp._table import render
-from jaxmp.autocast import autocast, sites_of
-from jaxmp.fp8 import scale_for
+from jaxmp.autocast import autocast_loss, check_state, sites_of
+from jaxmp.fp8 import BlockScaling, scale_for
 from jaxmp.fp8._formats import E4M3, E5M2
 from jaxmp.fp8._meter import BINS, largest_of, limit_of
 from jaxmp.fp8._recipes import ROLES
@@ -34,7 +37,8 @@ class OperandRow:
         scale: by which its codes are multiplied, one for all of it.
         saturated: the share of the numbers that are too large.
         flushed: the share of those that become zero, and are not.
-        recipe: "current", or "mxfp8" if more than 1% are lost in these two ways.
+        recommended: "mxfp8" if more than 1% are lost in these two ways; else the recipe that it
+            has, or "current" if that has blocks.
     """
 
     product: str
@@ -44,7 +48,7 @@ class OperandRow:
     scale: float
     saturated: float
     flushed: float
-    recipe: str
+    recommended: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Fp8Report:
         """Returns for each product the recipe that holds all of its operands."""
         found: dict[str, str] = {}
         for row in self.rows:
-            found[row.product] = max(found.get(row.product, ""), row.recipe)
+            found[row.product] = max(found.get(row.product, ""), row.recommended)
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -69,7 +73,7 @@ class Fp8Report:
         return {"rows": [dataclasses.asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        header = ["product", "operand", "format", "largest", "scale", "saturated", "flushed"]
+        header = ["product", "operand", "format", "up to", "scale", "saturated", "flushed"]
         cells = [
             [
                 row.product,
@@ -79,12 +83,13 @@ class Fp8Report:
                 f"{row.scale:.3g}",
                 f"{row.saturated:.2%}",
                 f"{row.flushed:.2%}",
-                row.recipe,
+                row.recommended,
             ]
             for row in self.rows
         ]
         right = set(range(3, len(header)))
-        return render("fp8, one scale for a tensor", [*header, "recipe"], cells, right=right)
+        title = "fp8 with one scale for a tensor, whatever the recipe"
+        return render(title, [*header, "recommended"], cells, right=right)
 
 
 def fp8_report(
@@ -97,14 +102,25 @@ def fp8_report(
     """Returns how much of what matmuls multiply is too large or too small for 8 bits.
 
     The loss and its gradients are computed once under the policy. All numbers are counted by powers
-    of two, with the scale that a tensor has, that of `fp8_state` if it has one.
+    of two, with one scale for a tensor also where the recipe has more: that of `fp8_state` if it
+    has one, else that of now.
 
     Args:
         fun: the loss function, as for `init_fp8_state`.
         policy: a policy or the name of one.
-        *args: its arguments: parameters and a batch.
+        *args: its arguments, arrays: parameters and a batch, of several microbatches one.
         fp8_state: the state of delayed scaling, for the scales that it has.
         **kwargs: other arguments of the function.
+
+    Returns:
+        Three rows for each matmul that is quantized, in the order of the program.
+
+    Raises:
+        ValueError: if the policy has no recipe, or the `fp8_state` is of another function.
+        TypeError: if arguments are traced, as inside of a jit.
+
+    Warns:
+        UserWarning: if no matmul is quantized.
 
     Example:
         >>> def loss_fn(w, x):
@@ -115,10 +131,21 @@ def fp8_report(
         (1835008.0, 0.998, {'product': 'mxfp8'})
     """
     policy = get_policy(policy)
-    low_fun = autocast(fun, policy)
+    if not policy.recipes():
+        raise ValueError(
+            f"The policy {policy} has no recipe, so nothing is quantized: use one such as "
+            "'mixed_float8'."
+        )
+    if any(map(_tree.is_traced, jax.tree.leaves((args, kwargs)))):
+        raise TypeError(
+            "fp8_report counts numbers, but was given traced arrays: call it outside of jit."
+        )
+    low_fun = autocast_loss(fun, policy)
     sites = sites_of(low_fun, *args, **kwargs)
+    if fp8_state is not None:
+        check_state(sites, fp8_state)
     scales = {name: product.scale for name, product in (fp8_state or {}).items()}
-    meters = {site.name: jnp.zeros((*site.shape, len(ROLES), BINS)) for site in sites}
+    meters = {site.name: jnp.zeros((*site.shape, len(ROLES), BINS), FLOAT32) for site in sites}
     seen = counted(low_fun, scales, meters, args, kwargs, every=True)
     rows = []
     for site in sites:
@@ -126,25 +153,26 @@ def fp8_report(
         for layer in np.ndindex(site.shape):
             name = "/".join([site.name, *map(str, layer)])
             for slot, role in enumerate(ROLES):
-                dtype = site.recipe.dtypes((role, role))[0]
                 counts, scale = found[(*layer, slot)], scales.get(site.name)
                 own = None if scale is None else float(scale[(*layer, slot)])
-                rows.append(_row(name, _NAMES[role], dtype, counts, own))
+                rows.append(_row(name, role, site.recipe, counts, own))
     return Fp8Report(tuple(rows))
 
 
-def _row(
-    name: str, operand: str, dtype: np.dtype, counts: np.ndarray, scale: float | None
-) -> OperandRow:
+def _row(name: str, role: str, recipe: Any, counts: np.ndarray, scale: float | None) -> OperandRow:
     # Of what is in blocks it is said how the format would do without.
+    dtype = recipe.dtypes((role, role))[0]
     dtype = dtype if dtype in (E4M3, E5M2) else E4M3
     fmt = "e4m3" if dtype == E4M3 else "e5m2"
     largest = largest_of(jnp.asarray(counts))
     scale = float(scale_for(largest, fmt, power_of_two=True)) if scale is None else scale
     info = ml_dtypes.finfo(dtype)
-    sizes = np.asarray(limit_of(jnp.arange(BINS)), np.float64) / scale
+    sizes = np.asarray(limit_of(jnp.arange(BINS, dtype=jnp.int32)), np.float64) / scale
     total = max(float(counts.sum()), 1.0)
     saturated = float(counts[sizes > float(info.max)].sum()) / total
     flushed = float(counts[sizes <= float(info.smallest_subnormal) / 2].sum()) / total
-    recipe = "mxfp8" if saturated + flushed > _MOST_LOST else "current"
-    return OperandRow(name, operand, dtype.name, float(largest), scale, saturated, flushed, recipe)
+    enough = "current" if isinstance(recipe, BlockScaling) else str(recipe)
+    best = "mxfp8" if saturated + flushed > _MOST_LOST else enough
+    return OperandRow(
+        name, _NAMES[role], dtype.name, float(largest), scale, saturated, flushed, best
+    )

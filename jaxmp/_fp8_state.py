@@ -1,21 +1,29 @@
 """The state of delayed fp8 scaling, for a loss function."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxmp import _tree
+from jaxmp._errors import bullet_list
 from jaxmp._loss import LossOutput, check_loss
-from jaxmp.autocast import autocast, sites_of, with_given
+from jaxmp.autocast import autocast, autocast_loss, sites_of, with_given
 from jaxmp.fp8 import ProductState, get_recipe, update_state
 from jaxmp.fp8._state import Given, is_delayed, new_meters, new_state, of_weights
 from jaxmp.policy import Policy, get_policy
 
 
 def check_fp8_state(policy: Policy, fp8_state: Any) -> None:
-    """Raises ValueError if a policy needs a state and there is none."""
+    """Raises ValueError if a policy needs a state and there is none, or the other way round."""
     delayed = _delayed(policy)
+    if fp8_state and not delayed:
+        raise ValueError(
+            f"An fp8_state was given, but the policy {policy} has no recipe with a state: use one "
+            "with 'delayed', or leave the state out."
+        )
     if delayed and fp8_state is None:
         raise ValueError(
             f"The recipe {delayed[0]!r} has a state: give value_and_grad the fp8_state, or "
@@ -38,18 +46,26 @@ def init_fp8_state(
 
     It has a history of the largest numbers for each matmul of layers. Given arrays, the gradients
     are computed once, with the scales of now, so that the first step has scales; given
-    `jax.ShapeDtypeStruct`s, all scales are one.
+    `jax.ShapeDtypeStruct`s, the first step has scales for numbers of usual size.
 
     Args:
         fun: the loss function. It returns a scalar loss, a `LossOutput`, or a pair of which the
             first is the loss.
         policy: a policy or the name of one.
-        *args: its arguments: parameters and a batch, of the sizes of one microbatch.
+        *args: its arguments: parameters and a batch; of several microbatches one, since sizes
+            decide what is quantized, and the mean over a batch how large gradients are.
         **kwargs: its other arguments.
 
     Returns:
-        For each matmul, by the names of its modules, its state; None if the policy has no recipe
-        with a state.
+        For each matmul, by the names of the modules or `jax.named_scope`s around it, its state:
+        "product" where there are none, with a number from the second on. None if the policy has no
+        recipe with a state.
+
+    Raises:
+        ValueError: if the loss is no real scalar, or no matmul is quantized.
+
+    Warns:
+        UserWarning: of matmuls of which nothing was seen.
 
     Example:
         >>> def loss_fn(params, x):
@@ -63,12 +79,31 @@ def init_fp8_state(
     policy = get_policy(policy)
     if not _delayed(policy):
         return None
-    low_fun = autocast(fun, policy)
+    low_fun = autocast_loss(fun, policy)
     sites = [site for site in sites_of(low_fun, *args, **kwargs) if is_delayed(site.recipe)]
     state = {site.name: new_state(site.recipe, site.shape) for site in sites}
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves((args, kwargs))):
         return state
-    return update_state(state, counted(low_fun, {}, new_meters(state), args, kwargs))
+    state = update_state(state, counted(low_fun, {}, new_meters(state), args, kwargs))
+    _warn_of_unseen(state)
+    return state
+
+
+def _warn_of_unseen(state: Mapping[str, ProductState]) -> None:
+    """Warns of products that saw nothing, if values are known."""
+    unseen = [
+        name
+        for name, product in state.items()
+        if not _tree.is_traced(product.history) and not jnp.any(product.history)
+    ]
+    if unseen:
+        warnings.warn(
+            f"Of these matmuls nothing was seen:\n{bullet_list(unseen)}\nThey are in a branch that "
+            "was not taken, or the loss has no gradient for them (a teacher, auxiliary outputs). "
+            "As long as that is so, they keep the scales that they begin with. A rule of the "
+            "policy can give them the recipe 'current'.",
+            stacklevel=3,
+        )
 
 
 def counted(

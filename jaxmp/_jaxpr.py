@@ -139,15 +139,20 @@ def _calls(eqn: JaxprEqn, jaxprs: Sequence[Any]) -> Iterator[Inner]:
 
 def is_plain_call(eqn: JaxprEqn) -> bool:
     """Whether an equation is a jit that says nothing of shardings, layouts, memory or compilers."""
-    if eqn.primitive.name != "jit" or len(inner_jaxprs(eqn)) != 1:
+    if eqn.primitive.name != "jit" or len(inner_jaxprs(eqn)) != 1 or is_placed_call(eqn):
         return False
+    inline = eqn.params["inline"]
+    is_inline = getattr(inline, "value", inline) not in (False, "auto")
+    return not is_inline and not any(eqn.params["donated_invars"])
+
+
+def is_placed_call(eqn: JaxprEqn) -> bool:
+    """Whether a jit says something of shardings, layouts or compilers."""
     params = eqn.params
     shardings = (*params["in_shardings"], *params["out_shardings"])
     layouts = (*params["in_layouts"], *params["out_layouts"])
-    is_placed = any(isinstance(each, Sharding) for each in shardings) or any(layouts)
-    is_inline = getattr(params["inline"], "value", params["inline"]) not in (False, "auto")
-    says = (is_placed, is_inline, *params["donated_invars"], params["compiler_options_kvs"])
-    return not any(says)
+    says = (any(isinstance(each, Sharding) for each in shardings), *layouts)
+    return any((*says, params["compiler_options_kvs"]))
 
 
 _JAXPRS = (ClosedJaxpr, Jaxpr)

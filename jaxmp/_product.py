@@ -42,8 +42,8 @@ class Dtypes(NamedTuple):
         compute_dtype: of the operands.
         accum_dtype: of the sums.
         out_dtype: of the result.
-        recipe: how the operands are quantized to fewer bits, or None: the methods `takes`, `dtypes`
-            and `product` of a `jaxmp.fp8.Recipe`.
+        recipe: how the operands are quantized to fewer bits, or None: the methods `takes`,
+            `shares_codes`, `dtypes` and `product` of a `jaxmp.fp8.Recipe`.
         roles: what each operand is: "x" for activations, "w" for a weight, "g" for a gradient.
         extras: the names of the operands that follow, for a recipe.
     """
@@ -61,6 +61,12 @@ class Dtypes(NamedTuple):
             return self._replace(recipe=None)
         takes = self.recipe.takes(lhs.shape, rhs.shape, params["dimension_numbers"], self.roles)
         return self if takes else self._replace(recipe=None)
+
+    def for_batch(self, params: dict[str, Any]) -> "Dtypes":
+        """Returns these without a recipe that has more than one scale, if there are batch axes."""
+        if self.recipe is None or not params["dimension_numbers"][1][0]:
+            return self
+        return self if self.recipe.shares_codes() else self._replace(recipe=None)
 
 
 class Route(NamedTuple):
@@ -155,7 +161,7 @@ def _replay(
     for eqn in jaxpr.jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
         if eqn.primitive.name in PLAIN_PRODUCTS:
-            own = dtypes
+            own = dtypes.for_batch(eqn.params)
             if of_gradient:
                 role = dtypes.roles[0]
                 is_left = _is_among(eqn.invars[0], gradients)

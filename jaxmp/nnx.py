@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jaxmp import _fp8_state, _tree, train
+from jaxmp import _fp8_report, _fp8_state, _tree, train
 from jaxmp._dtypes import FLOAT32, HALF_DTYPES
 from jaxmp._modules import (
     Found,
@@ -35,7 +35,7 @@ from jaxmp.audit import audit
 from jaxmp.optim._skip import CLEAN, LARGEST_GRADIENT
 from jaxmp.policy import Policy, get_policy
 
-__all__ = ["init_fp8_state", "unwrap", "value_and_grad", "wrap"]
+__all__ = ["fp8_report", "init_fp8_state", "unwrap", "value_and_grad", "wrap"]
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -191,6 +191,9 @@ def init_fp8_state(
         *args: the other arguments of `loss_fn`.
         **kwargs: those by name.
 
+    Returns:
+        What `jaxmp.init_fp8_state` does, and it raises and warns as that does.
+
     Example:
         >>> model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
         >>> policy = jaxmp.Policy(recipe="delayed(history=16)")
@@ -202,6 +205,38 @@ def init_fp8_state(
     nodes = (model, args, kwargs)
     fun, states = _functional(loss_fn, policy, nodes, nnx.Param, has_aux=None)
     return _fp8_state.init_fp8_state(fun, policy, *states)
+
+
+def fp8_report(
+    loss_fn: Callable[..., Any],
+    policy: Policy | str,
+    model: Any,
+    *args: Any,
+    fp8_state: Any = None,
+    **kwargs: Any,
+) -> _fp8_report.Fp8Report:
+    """`jaxmp.fp8_report` for a loss function of an NNX model, which stays as it is.
+
+    Args:
+        loss_fn: called as `loss_fn(model, ...)`; returns a scalar loss, or `(loss, aux)`.
+        policy: a policy or the name of one.
+        model: an NNX module.
+        *args: the other arguments of `loss_fn`.
+        fp8_state: the state of delayed scaling, for the scales that it has.
+        **kwargs: arguments by name.
+
+    Returns:
+        What `jaxmp.fp8_report` does, and it raises and warns as that does.
+
+    Example:
+        >>> model, x = nnx.Linear(32, 16, rngs=nnx.Rngs(0)), jnp.ones((16, 32))
+        >>> fp8_report(lambda m, x: jnp.mean(m(x)), "mixed_float8", model, x).recommended()
+        {'product': 'current'}
+    """
+    policy = get_policy(policy)
+    nodes = (model, args, kwargs)
+    fun, states = _functional(loss_fn, policy, nodes, nnx.Param, has_aux=None)
+    return _fp8_report.fp8_report(fun, policy, *states, fp8_state=fp8_state)
 
 
 def _functional(

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 
 from jaxmp import _microbatch, _tree
 from jaxmp._dtypes import (
@@ -22,9 +21,9 @@ from jaxmp._dtypes import (
 from jaxmp._errors import check_count
 from jaxmp._fp8_state import check_fp8_state, quantized_weights
 from jaxmp._loss import LossOutput, call_loss, check_loss
-from jaxmp.autocast import autocast, check_runnable, with_given
+from jaxmp.autocast import autocast_loss, check_runnable, with_given
 from jaxmp.fp8 import update_state
-from jaxmp.fp8._state import Given, new_meters
+from jaxmp.fp8._state import Given, new_meters, scales_for, seen_without
 from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
 from jaxmp.optim import apply_updates, full_weights, get_mixed_precision_state
 from jaxmp.optim._ema import check_decay, moved_average
@@ -61,15 +60,16 @@ def value_and_grad(
         A function of the arguments of `fun` that returns `(loss, grads)`, or
         `((loss, aux), grads)`: loss f32[], gradients f32 (f64 and complex leaves in their dtype)
         for parameters of any width. With an `fp8_state` there is a third result, how large the
-        operands of products were: what `fp8.update_state` takes.
+        operands of products were, f32[..., 3, 256] by their names: what `fp8.update_state` takes.
 
     Raises:
         ValueError: if the policy names a recipe that is not there, or one that needs an
             `fp8_state`; when called, if the loss is no real scalar, if there is nothing to
-            differentiate, or if the `fp8_state` is of another function.
+            differentiate, or if the `fp8_state` is of another function, policy or batch size.
 
     Warns:
-        UserWarning: if anything is computed in f16 and no loss scale is given.
+        UserWarning: if anything is computed in f16 and no loss scale is given; when called, if the
+            policy's recipe takes none of the matmuls.
 
     Example:
         >>> def loss_fn(params, x):
@@ -110,9 +110,10 @@ def _value_and_grad(
     weights: Mapping[str, Given],
 ) -> Callable[..., Any]:
     """`value_and_grad` of checked arguments, with weights that were quantized before."""
-    low_fun = autocast(fun, policy)
+    low_fun = autocast_loss(fun, policy)
     state = fp8_state or {}
-    scales = {name: lax.stop_gradient(product.scale) for name, product in state.items()}
+    times = loss_scale.loss_scale
+    scales = {name: scales_for(product, times) for name, product in state.items()}
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -139,13 +140,15 @@ def _value_and_grad(
                 own = given.get(name, Given())
                 given[name] = own._replace(scales=scales[name], meter=meter)
             is_given = weights or fp8_state is not None
-            run = with_given(low_fun, given) if is_given else low_fun
+            run = with_given(low_fun, given, state) if is_given else low_fun
             loss, aux = _split_aux(run(*full_args, **kwargs), has_aux)
             loss = check_loss(loss)
             return loss_scale.scale(loss), (loss, aux)
 
         grad = jax.grad(scaled_loss, (0, 1), has_aux=True)
         (grads, seen), (loss, aux) = grad(floats, new_meters(state))
+        if not isinstance(loss_scale, NoOpLossScale):
+            seen = {name: seen_without(each, times) for name, each in seen.items()}
         # What is no gradient but a next value was not scaled.
         names = [name for name, leaf in zip(leaf_names, leaves, strict=True) if _has_gradient(leaf)]
         values = iter(

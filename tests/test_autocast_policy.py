@@ -60,6 +60,9 @@ def test_a_rule_that_matches_nothing_is_reported_with_what_is_near():
     policy = jaxmp.get_policy("mixed_bfloat16").with_rules({"secnd": "float32"})
     with pytest.warns(UserWarning, match=r"'secnd' matched none of \d paths. Nearest: second"):
         jaxmp.autocast(two_layers, policy)(PARAMS, X)
+    far = jaxmp.get_policy("mixed_bfloat16").with_rules({"^(0|3)$": "float32"})
+    with pytest.warns(UserWarning, match=r"matched none of \d paths. Some: .*first"):
+        jaxmp.autocast(two_layers, far)(PARAMS, X)
 
 
 def exponential(x, w):

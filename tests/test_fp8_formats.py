@@ -82,6 +82,10 @@ def test_saturation_nan_and_infinity():
     e5m2 = np.asarray(fp8.quantize(x, "e5m2", scale=1.0).codes).astype(np.float32)
     wanted = [57344, 57344, 57344, 57344, -57344, *[np.nan] * 3]
     np.testing.assert_array_equal(e5m2, wanted)
+    # Divided by the scale, these are out of the range of f32.
+    x = jnp.array([1e3, -1e3, 0.0, jnp.inf, jnp.nan])
+    far = np.asarray(fp8.quantize(x, "e5m2", scale=2.0**-126).codes).astype(np.float32)
+    np.testing.assert_array_equal(far, [57344, -57344, 0, np.nan, np.nan])
 
 
 @both

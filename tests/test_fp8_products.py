@@ -152,11 +152,20 @@ def test_wgrad_in_the_compute_dtype():
     assert_close(dw, np.float64(X.astype(BF16)).T @ np.float64(g.astype(BF16)), 4096)
 
 
+def test_a_recipe_needs_a_half_compute_dtype():
+    whole = jaxmp.get_policy("recipe=current")
+    ruled = jaxmp.get_policy(FP8).with_rules({"head": whole})
+    for policy in (whole, ruled):
+        with pytest.raises(ValueError, match=r"computes in float32.*use 'compute=bfloat16,"):
+            jaxmp.value_and_grad(jnp.matmul, policy)
+    jaxmp.autocast(jnp.matmul, jaxmp.get_policy(FP8).with_rules({"head": "float32"}))
+
+
 def test_recipes_as_text():
     recipe = fp8.DelayedScaling(history=16, strict=True, amax="most_recent")
     policy = jaxmp.Policy(recipe=recipe)
     assert jaxmp.get_policy(str(policy)) == policy
-    assert fp8.get_recipe(policy.recipe) == recipe
+    assert fp8.get_recipe(policy.recipe) == fp8.get_recipe(recipe) == recipe
     spaced = jaxmp.get_policy("c=bf16, recipe = current( min_size = 64, scaling = row )")
     assert fp8.get_recipe(spaced.recipe) == fp8.CurrentScaling(min_size=64, scaling="row")
     assert str(fp8.BlockScaling("nvfp4", min_size=32)) == "nvfp4(min_size=32)"
@@ -196,7 +205,7 @@ def test_hardware_without_such_matmuls(capability, recipe, runs):
     with pytest.raises(ValueError, match="has no such matmuls"):
         fp8.runnable(strict, device)
     cpu = jax.local_devices()[0]
-    assert fp8.runnable(strict, cpu) == fp8.runnable(strict) == strict
+    assert fp8.runnable(strict, cpu) == fp8.runnable(str(strict)) == strict
 
 
 def test_small_products_are_left():
@@ -279,6 +288,23 @@ class TestTransformations:
         plain = jax.vmap(jax.grad(loss_of(jnp.matmul)), (0, None))(xs, W)
         assert cosine(grads, plain) > 0.98
 
+    @pytest.mark.parametrize("recipe", ["current(scaling=row)", "mxfp8"])
+    def test_a_mapped_weight_is_not_quantized_by_rows_and_blocks(self, recipe):
+        def loss(x, w):
+            return jnp.mean(jnp.tanh(x @ w)) * 64
+
+        xs, ws = jnp.stack([X, X[::-1]]) / 8, jnp.stack([W, -W])[..., :32] / 8
+        low = jaxmp.autocast(loss, jaxmp.Policy(recipe=recipe))
+        # Of gradients per example one of three products is of two mapped operands.
+        per_example = jax.vmap(jax.grad(low, (0, 1)), (0, None))
+        right = jax.vmap(jax.grad(loss, (0, 1)), (0, None))(xs, ws[0])
+        for found, wanted in zip(per_example(xs, ws[0]), right, strict=True):
+            assert cosine(found, wanted) > 0.99
+        assert sorted(recipes(per_example, xs, ws[0])) == [False, True, True]
+        plain = jaxmp.autocast(loss, "mixed_bfloat16")
+        found, wanted = (jax.vmap(jax.grad(fun, 1))(xs, ws) for fun in (low, plain))
+        np.testing.assert_array_equal(found, wanted)
+
     def test_forward_mode_and_second_order(self):
         _, tangent = jax.jvp(in_fp8, (X, W), (normal(5, 32, 64), normal(6, 64, 48)))
         _, plain = jax.jvp(jnp.matmul, (X, W), (normal(5, 32, 64), normal(6, 64, 48)))
@@ -301,6 +327,22 @@ class TestTransformations:
         own = np.concatenate([exact(np.matmul, s, "e4m3", W, "e4m3") for s in jnp.split(x, 4)])
         with pytest.raises(AssertionError):
             assert_close(sharded, own, 64)
+
+    @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+    def test_blocks_on_explicit_axes_of_a_mesh(self, recipe):
+        def loss(x, w):
+            return jnp.mean(jnp.tanh(x @ w)) * 64
+
+        grad_fn = jax.jit(jax.grad(jaxmp.autocast(loss, jaxmp.Policy(recipe=recipe)), 1))
+        w = W[:, :32] / 8
+        assert recipes(grad_fn, X, w) == [True, True]
+        right = grad_fn(X, w)
+        mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            # What is contracted for the gradient of a weight is sharded.
+            x = jax.device_put(X, jax.NamedSharding(mesh, jax.P("data", None)))
+            found = grad_fn(x, jax.device_put(w, jax.NamedSharding(mesh, jax.P(None, None))))
+        np.testing.assert_allclose(jax.device_get(found), right, atol=1e-5)
 
     def test_explicit_axes_of_a_mesh(self):
         mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))

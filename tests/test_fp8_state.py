@@ -19,8 +19,9 @@ from jaxmp.fp8._meter import BINS, counts, largest_of, metered
 from tests.autocast_tools import BF16, F32, eqns_in, normal
 
 RECIPE = fp8.DelayedScaling(history=4)
-DELAYED = jaxmp.Policy(recipe=RECIPE)
+DELAYED, FP8 = jaxmp.Policy(recipe=RECIPE), "mixed_float8"
 X, W = normal(0, 32, 64), normal(1, 64, 48)
+FIRST_SCALES = (2.0**-4, 2.0**-6, 2.0**-24)
 
 
 def limit(x):
@@ -80,7 +81,8 @@ def test_scales_of_the_steps_before_are_used():
     state = jaxmp.init_fp8_state(loss_fn, wide, W, X)
     np.testing.assert_array_equal(state["product"].scale, 16 * scale)
     # Of what was never seen the scale stays, without a margin too.
-    assert float(jaxmp.init_fp8_state(loss_fn, wide, W, 0 * X)["product"].scale[0]) == 1
+    unseen = jaxmp.init_fp8_state(loss_fn, wide, W, 0 * X)["product"].scale[0]
+    assert float(unseen) == FIRST_SCALES[0]
 
 
 def test_wgrad_in_the_compute_dtype_has_no_scales():
@@ -178,11 +180,12 @@ class TestTransformations:
         def fun(w, x, flag):
             return jnp.mean(lax.cond(flag, lambda: x @ w, lambda: (2 * x) @ (4 * w)))
 
-        state = jaxmp.init_fp8_state(fun, DELAYED, W, X, True)
+        with pytest.warns(UserWarning, match="nothing was seen:\n  product\n"):
+            state = jaxmp.init_fp8_state(fun, DELAYED, W, X, True)
         idle, ran = state.values()
         assert float(ran.history[0, 0]) == limit(X)
         np.testing.assert_array_equal(idle.history, 0)
-        np.testing.assert_array_equal(idle.scale, 1)
+        np.testing.assert_array_equal(idle.scale, FIRST_SCALES)
         _, seen = seen_by(fun, state, W, X, False)
         idle, new_ran = fp8.update_state(state, seen).values()
         np.testing.assert_array_equal(new_ran.history, ran.history)
@@ -318,6 +321,29 @@ class TestTrainStep:
         assert bool(info.skipped)
         jax.tree.map(np.testing.assert_array_equal, new.fp8_state, state.fp8_state)
 
+    @pytest.mark.parametrize("scale", [2.0**15, 1000.0, 2.0**-3])
+    def test_the_loss_scale_is_not_seen(self, scale):
+        policy = jaxmp.Policy(compute_dtype="float16", recipe=RECIPE)
+        plain = jaxmp.init_fp8_state(loss_fn, policy, W, X)
+        grad_fn = jaxmp.value_and_grad(
+            loss_fn, policy, loss_scale=jaxmp.StaticLossScale(scale), fp8_state=plain
+        )
+        _, grads, seen = jax.jit(grad_fn)(W, X)
+        right = jax.grad(loss_fn)(W, X)
+        # As far from float32 as with the scales of now.
+        _, current = jaxmp.value_and_grad(
+            loss_fn,
+            jaxmp.Policy(compute_dtype="float16", recipe="current"),
+            loss_scale=jaxmp.StaticLossScale(scale),
+        )(W, X)
+        error, bound = (np.linalg.norm(found - right) for found in (grads, current))
+        assert error <= 1.2 * bound
+        new = fp8.update_state(plain, seen)["product"].history[:, 0]
+        factors = np.asarray(new / plain["product"].history[:, 0])
+        np.testing.assert_array_equal(factors[:2], 1)
+        # Rounded up to a power of two, where the loss scale is none.
+        assert factors[2] == (1 if np.log2(scale) % 1 == 0 else 2)
+
     def test_half_precision_with_loss_scale(self):
         policy = jaxmp.Policy(compute_dtype="float16", recipe=RECIPE)
         state, tx, batch = train_state(policy)
@@ -404,7 +430,60 @@ def test_rules_choose_and_current_has_no_state():
     specs = jax.eval_shape(lambda: (state.params, batch))
     untouched = jaxmp.init_fp8_state(mlp_loss, policy, *specs)
     assert jax.tree.map(jnp.shape, untouched) == jax.tree.map(jnp.shape, state.fp8_state)
-    np.testing.assert_array_equal(untouched["outer"].scale, 1)
+    np.testing.assert_array_equal(untouched["outer"].scale, FIRST_SCALES)
+
+
+def test_names_that_numbers_would_make_twice():
+    def fun(params, x):
+        with jax.named_scope("mlp"):
+            x = jnp.tanh(x @ params["a"]) @ params["b"]
+        with jax.named_scope("mlp_2"):
+            x = jnp.tanh(x) @ params["c"]
+        return jnp.mean(x**2)
+
+    params = {name: normal(i, 64, 64) / 8 for i, name in enumerate("abc")}
+    state = jaxmp.init_fp8_state(fun, DELAYED, params, X)
+    assert sorted(state) == ["mlp", "mlp_2", "mlp_3"]
+    assert float(state["mlp_2"].history[1, 0]) == limit(params["c"])
+    tx = jaxmp.mixed_precision(optax.sgd(1.0), FP8)
+    news = [
+        jaxmp.make_train_step(fun, tx, FP8, microbatches=count, donate=False)(
+            jaxmp.TrainState.create(params, tx), X
+        )[0].params
+        for count in (1, 2)
+    ]
+    grads = jax.grad(fun)(params, X)
+    for name, grad in grads.items():
+        for new in news:
+            error = np.linalg.norm(params[name] - new[name] - grad)
+            assert error < 0.2 * np.linalg.norm(grad), name
+
+
+def test_weights_that_begin_as_zeros():
+    def fun(params, x):
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["head"] - x) ** 2)
+
+    params = {"in": W / 8, "head": jnp.zeros((48, 64))}
+    state = jaxmp.init_fp8_state(fun, DELAYED, params, X)
+    tx = optax.adam(1e-3)
+    opt_state = tx.init(params)
+    for _ in range(3):
+        _, grads, seen = jaxmp.value_and_grad(fun, DELAYED, fp8_state=state)(params, X)
+        right = jax.grad(fun)(params, X)
+        for found, wanted in zip(*map(jax.tree.leaves, (grads, right)), strict=True):
+            assert np.linalg.norm(found - wanted) <= 0.25 * np.linalg.norm(wanted)
+        state = fp8.update_state(state, seen)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = tx.update(grads, opt_state)
+        params = optax.apply_updates(params, updates)
+
+
+@pytest.mark.parametrize("options", [{"inline": True}, {"donate_argnums": 1}])
+def test_jits_with_options_that_change_no_number(options):
+    inner = jax.jit(lambda w, x: jnp.tanh(x @ w), **options)
+    state = jaxmp.init_fp8_state(lambda w, x: jnp.mean(inner(w, x)), DELAYED, W, X)
+    assert list(state) == ["product"]
+    assert (state["product"].history[:, 0] > 0).all()
 
 
 def test_products_stand_where_they_stood():
@@ -427,8 +506,21 @@ def test_bad_input():
         jaxmp.value_and_grad(loss_fn, DELAYED)
     state, tx, batch = train_state()
     other = jaxmp.init_fp8_state(loss_fn, DELAYED, W, X)
-    with pytest.raises(ValueError, match=r"of another model.*\n  inner: state None, product"):
+    lines = r"does not fit.*\n  inner: has no state\n  outer: has no.*\n  product: has a state, but"
+    with pytest.raises(ValueError, match=lines):
         jaxmp.value_and_grad(mlp_loss, DELAYED, fp8_state=other)(state.params, batch)
+    lines = r"does not fit[^$]*no such matmul[^$]*batch of this size"
+    with pytest.warns(UserWarning, match="takes none"), pytest.raises(ValueError, match=lines):
+        jaxmp.value_and_grad(loss_fn, DELAYED, fp8_state=other)(W, X[:24])
+    e5m2 = jaxmp.Policy(recipe=fp8.DelayedScaling(history=4, forward="e5m2"))
+    with pytest.raises(ValueError, match=r"of the recipe delayed\(history=4\), but the policy"):
+        jaxmp.value_and_grad(loss_fn, e5m2, fp8_state=other)(W, X)
+    for policy in ("mixed_float8", "mixed_mxfp8", "mixed_bfloat16"):
+        with pytest.raises(ValueError, match="no recipe with a state"):
+            jaxmp.value_and_grad(loss_fn, policy, fp8_state=other)
+    scanned = functools.partial(layers, step=layer)
+    with pytest.raises(ValueError, match=r"state for layers \(\), but layers \(3,\)"):
+        jaxmp.value_and_grad(scanned, DELAYED, fp8_state=other)(WS, X)
     with pytest.raises(ValueError, match="only in one of both:\n  inner\n"):
         fp8.update_state(other, {"inner": jnp.zeros((3, 256))})
     stateless, _, _ = train_state("mixed_bfloat16")

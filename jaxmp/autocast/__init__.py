@@ -10,17 +10,17 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jaxmp import _tree
-from jaxmp._dtypes import HALF_DTYPES
+from jaxmp._dtypes import HALF_DTYPES, dtype_name
 from jaxmp._jaxpr import open_jaxpr
 from jaxmp.autocast._interpret import Interpreter, given
 from jaxmp.autocast._lookahead import OUTPUT
 from jaxmp.autocast._metered import Metered
 from jaxmp.autocast._region import Region, autocast_scope, full_precision
 from jaxmp.autocast._rules import check_primitives
-from jaxmp.autocast._sites import Site, check_given, find_sites
+from jaxmp.autocast._sites import Site, check_state, find_sites
 from jaxmp.autocast._values import GIVEN, Value, float_dtype, written_state
 from jaxmp.fp8 import get_recipe, runnable
-from jaxmp.fp8._state import Given
+from jaxmp.fp8._state import Given, ProductState
 from jaxmp.policy import Policy, get_policy
 
 __all__ = ["autocast", "full_precision"]
@@ -42,8 +42,8 @@ def autocast(
             (Flax Linen, `jax.named_scope`) and of leaves of the arguments.
 
     Raises:
-        ValueError: if the policy names a recipe that is not there, or, when called, gives a class
-            to a primitive that nobody knows.
+        ValueError: if the policy names a recipe that is not there, or one without a half compute
+            dtype, or, when called, gives a class to a primitive that nobody knows.
 
     Warns:
         UserWarning: when called, if a rule of the policy matches nothing.
@@ -55,21 +55,41 @@ def autocast(
         >>> result.dtype, result.tolist()  # 1.001 is 1 in bf16
         (dtype('float32'), [[2.0, 2.0]])
     """
-    policy = get_policy(policy)
+    return _autocast(fun, get_policy(policy), is_trained=False)
+
+
+def autocast_loss(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
+    """`autocast` for what is trained: with a warning if a recipe takes no matmul of it.
+
+    Where a model is initialized, or run with a batch of one, that is as it should be.
+    """
+    return _autocast(fun, policy, is_trained=True)
+
+
+def _autocast(fun: Callable[..., Any], policy: Policy, *, is_trained: bool) -> Callable[..., Any]:
     check_runnable(policy)
     if not policy.compute_dtypes() & HALF_DTYPES:
         return _as_it_is(fun)
-    return rewritten(fun, policy)
+    return rewritten(fun, policy, is_trained=is_trained)
 
 
-def rewritten(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """`autocast` for a function that may have policies of its own inside."""
-    return _computed_by(functools.partial(_run, policy), fun)
+def rewritten(
+    fun: Callable[..., Any], policy: Policy, *, is_trained: bool = False
+) -> Callable[..., Any]:
+    """`autocast` for a function that may have policies of its own inside.
+
+    Args:
+        fun: see `autocast`.
+        policy: which has a half dtype.
+        is_trained: whether a recipe that takes no matmul is warned of.
+    """
+    return _computed_by(functools.partial(_run, policy, is_trained), fun)
 
 
 def with_given(
     fun: Callable[..., Any],
     given: Mapping[str, Given],
+    state: Mapping[str, ProductState] | None = None,
     *,
     every: bool = False,
 ) -> Callable[..., Any]:
@@ -78,13 +98,15 @@ def with_given(
     Args:
         fun: what `autocast` returned.
         given: for the products of `sites_of`, by name.
+        state: what scales and meters are of, if they are of a state.
         every: whether meters count all numbers, and not just the largest.
     """
 
     def run(traced: Any, arrays: Sequence[Any], _names: Sequence[str]) -> list[Any]:
         jaxpr = open_jaxpr(traced)
         sites = find_sites(jaxpr)
-        check_given(sites, given)
+        if state is not None:
+            check_state(sites, state)
         own = [given.get(site.name, Given()) for site in sites]
         return Metered(every)(jaxpr, traced.consts, arrays, sites, own)
 
@@ -169,12 +191,19 @@ def _as_it_is(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_runnable(policy: Policy) -> None:
-    """Raises ValueError if a policy names a recipe that is not there."""
-    for recipe in policy.recipes():
-        get_recipe(recipe)
+    """Raises ValueError if a policy names a recipe that is not there, or that nothing computes."""
+    for own in (policy, *(rule for _, rule in policy.rules)):
+        if get_recipe(own.recipe) is not None and own.compute_dtype not in HALF_DTYPES:
+            raise ValueError(
+                f"The recipe {own.recipe!r} is of a policy that computes in "
+                f"{dtype_name(own.compute_dtype)}, but what it leaves is for a half dtype: use "
+                f"'compute=bfloat16,output=float32,recipe={own.recipe}'."
+            )
 
 
-def _run(policy: Policy, traced: Any, arrays: Sequence[Any], names: Sequence[str]) -> list[Any]:
+def _run(
+    policy: Policy, is_trained: bool, traced: Any, arrays: Sequence[Any], names: Sequence[str]
+) -> list[Any]:
     """Computes a trace in mixed precision, with results in the dtypes that it has."""
     interpreter, region = Interpreter(), Region(runnable(policy))
     jaxpr = open_jaxpr(traced)
@@ -188,6 +217,8 @@ def _run(policy: Policy, traced: Any, arrays: Sequence[Any], names: Sequence[str
         ]
     check_primitives(policy, interpreter.primitives)
     _warn_of_unused_rules(policy, {*names, *interpreter.paths})
+    if is_trained:
+        interpreter.recipes.warn_of_none()
     return outputs
 
 
@@ -203,7 +234,8 @@ def _argument(array: Any, name: str, policy: Policy) -> Value:
 def _warn_of_unused_rules(policy: Policy, paths: set[str]) -> None:
     for pattern in policy.unused_rules(paths):
         near = difflib.get_close_matches(pattern, sorted(paths), n=3, cutoff=0.3)
-        nearest = f" Nearest: {', '.join(near)}." if near else ""
+        some = f"{'Nearest' if near else 'Some'}: {', '.join(near or sorted(paths)[:3])}."
         warnings.warn(
-            f"Policy rule {pattern!r} matched none of {len(paths)} paths.{nearest}", stacklevel=5
+            f"Policy rule {pattern!r} matched none of {len(paths)} paths. {some if paths else ''}",
+            stacklevel=5,
         )

@@ -33,6 +33,7 @@ from jaxmp.autocast._lookahead import (
 )
 from jaxmp.autocast._pick import gather_of, scatter_of
 from jaxmp.autocast._pool import pool_of
+from jaxmp.autocast._recipe_use import RecipeUse
 from jaxmp.autocast._region import Region, inside
 from jaxmp.autocast._softmax import find_softmaxes, normalize
 from jaxmp.autocast._values import (
@@ -63,12 +64,14 @@ class Interpreter:
         lookahead: what values lead to.
         paths: of all modules that were seen, for the rules that matched none.
         primitives: the names of those that were seen.
+        recipes: which matmuls they take.
     """
 
     def __init__(self) -> None:
         self.lookahead = Lookahead()
         self.paths: set[str] = set()
         self.primitives: set[str] = set()
+        self.recipes = RecipeUse()
         self._rewritten: dict[Any, Any] = {}
         self._activations: dict[Any, Any] = {}
 
@@ -242,6 +245,7 @@ class Interpreter:
             compute = evaluate if is_plain else _slim
             return _in_dtype(eqn, args, FLOAT32, full_of(states), compute)
         if kind == _rules.LOW:
+            self.recipes.see(eqn, policy)
             return _low(eqn, args, uses.of(eqn), policy)
         return _follow(eqn, args, states, uses.of(eqn), policy)
 

@@ -11,9 +11,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxmp._dtypes import FLOAT32
 from jaxmp._errors import bullet_list
-from jaxmp._jaxpr import Inner, inner_jaxprs, is_plain_call, module_path, rank_differs
+from jaxmp._jaxpr import Inner, inner_jaxprs, is_placed_call, module_path, rank_differs
 from jaxmp._product import product_p
-from jaxmp.fp8._state import Given, is_delayed
+from jaxmp.fp8._state import ProductState, is_delayed
 
 
 class Origin(NamedTuple):
@@ -67,39 +67,61 @@ class Site:
 def find_sites(jaxpr: Jaxpr) -> list[Site]:
     """Returns the products that have a recipe, in the order of the program.
 
-    Those in a while loop, in custom derivatives and kernels are not among them: they are given
-    nothing.
+    Those in a while loop, in custom derivatives and kernels are not among them, nor those in a jit
+    with shardings or compiler options: they are given nothing.
     """
     known = [_Known(origin=Origin(i)) for i in range(len(jaxpr.invars))]
-    found = _Search(itertools.count()).find(jaxpr, "", known)
-    seen: dict[str, int] = {}
-    sites = []
-    for each in found:
-        seen[each.site.name] = seen.get(each.site.name, 0) + 1
-        number = seen[each.site.name]
-        name = each.site.name if number == 1 else f"{each.site.name}_{number}"
-        sites.append(dataclasses.replace(each.site, name=name))
-    return sites
+    sites = [each.site for each in _Search(itertools.count()).find(jaxpr, "", known)]
+    names = _numbered([site.name for site in sites])
+    return [dataclasses.replace(site, name=name) for site, name in zip(sites, names, strict=True)]
 
 
-def check_given(sites: Sequence[Site], given: Mapping[str, Given]) -> None:
-    """Raises ValueError if the meters are not those of the products of a program."""
-    metered = {name: own.meter.shape[:-2] for name, own in given.items() if own.meter is not None}
-    wanted = {
-        site.name: site.shape for site in sites if is_delayed(site.recipe) or site.name in metered
-    }
-    if wanted != metered:
-        differing = sorted(
-            name for name in {*wanted, *metered} if wanted.get(name) != metered.get(name)
-        )
-        lines = [
-            f"{name}: state {metered.get(name)}, product {wanted.get(name)}" for name in differing
-        ]
+def _numbered(names: Sequence[str]) -> list[str]:
+    """Returns names, of which those that repeat have a number that makes no other name."""
+    taken, numbers, found = set(names), dict.fromkeys(names, 1), []
+    for name in names:
+        own = name
+        if numbers[name] > 1:
+            own = next(
+                each
+                for number in itertools.count(numbers[name])
+                if (each := f"{name}_{number}") not in taken
+            )
+            taken.add(own)
+        numbers[name] += 1
+        found.append(own)
+    return found
+
+
+def check_state(sites: Sequence[Site], state: Mapping[str, ProductState]) -> None:
+    """Raises ValueError if a state is not that of the products of a program."""
+    products = {site.name: site for site in sites}
+    delayed = {site.name for site in sites if is_delayed(site.recipe)}
+    lines = [
+        f"{name}: {reason}"
+        for name in sorted({*delayed, *state})
+        if (reason := _misfit(products.get(name), state.get(name))) is not None
+    ]
+    if lines:
         raise ValueError(
-            "The fp8 state is of another model. Products, and the axes of their layers, that "
-            f"differ:\n{bullet_list(lines)}\nMake one with jaxmp.init_fp8_state for this function "
-            "and policy."
+            f"The fp8 state does not fit the function and its policy:\n{bullet_list(lines)}\n"
+            "Make it with jaxmp.init_fp8_state for this function, this policy, and a batch of this "
+            "size: of one microbatch, if there are several."
         )
+
+
+def _misfit(site: Site | None, state: ProductState | None) -> str | None:
+    """Says in what a product differs from its state, if it does."""
+    if site is None:
+        return "has a state, but no such matmul is quantized (those of odd sizes are not)"
+    if state is None:
+        return "has no state"
+    if site.recipe != state.recipe:
+        return f"has a state of the recipe {state.recipe}, but the policy says {site.recipe}"
+    axes = state.history.shape[:-2]
+    if axes != site.shape:
+        return f"has a state for layers {axes}, but layers {site.shape} in the function"
+    return None
 
 
 class _Known(NamedTuple):
@@ -214,4 +236,6 @@ _ENTERED = frozenset({"remat2", "shard_map", "cond", "scan"})
 
 def is_entered(eqn: JaxprEqn) -> bool:
     """Whether the jaxprs inside an equation are looked into."""
-    return is_plain_call(eqn) if eqn.primitive.name == "jit" else eqn.primitive.name in _ENTERED
+    if eqn.primitive.name == "jit":
+        return not is_placed_call(eqn)
+    return eqn.primitive.name in _ENTERED

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxmp._dtypes import FLOAT32
 from jaxmp.fp8._formats import E8M0, LARGEST, BlockFormat, block_format
@@ -55,7 +56,7 @@ def quantize_blocks(
     axes = normalized_axes(axis, wide.shape)
     _check_blocks(fmt, how, wide.shape, axes)
     split, inner = _split_shape(wide.shape, axes, how.size)
-    blocks = wide.reshape(split)
+    blocks = _with_whole_blocks(wide, axes, how.size).reshape(split)
     largest = amax(blocks, inner)
     is_finite = jnp.all(jnp.isfinite(blocks), axis=inner, keepdims=True)
     # A block whose scale is NaN needs no NaN among its codes.
@@ -76,6 +77,18 @@ def _check_blocks(fmt: str, how: BlockFormat, shape: Sequence[int], axes: Sequen
                 f"{how.size}: pad it to {-(-shape[axis] // how.size) * how.size}, or leave this "
                 "product in bfloat16."
             )
+
+
+def _with_whole_blocks(x: jax.Array, axes: Sequence[int], size: int) -> jax.Array:
+    """Gathers the axes of which an explicit mesh has less than whole blocks on each device."""
+    aval: Any = jax.typeof(x)
+    spec, sizes = aval.sharding.spec, aval.sharding.mesh.shape
+    kept = list(spec)
+    for axis in axes:
+        names = (spec[axis],) if isinstance(spec[axis], str) else spec[axis] or ()
+        if x.shape[axis] // math.prod(sizes[name] for name in names) % size:
+            kept[axis] = None
+    return x if kept == list(spec) else jax.sharding.reshard(x, PartitionSpec(*kept))
 
 
 def _split_shape(

@@ -9,17 +9,17 @@ import jax
 from jaxmp._devices import compute_capability
 from jaxmp._dtypes import dtype_name
 from jaxmp.fp8._recipes import get_recipe
-from jaxmp.policy import Policy
+from jaxmp.policy import Policy, get_policy
 
 
-def runnable(policy: Policy, device: Any = None) -> Policy:
+def runnable(policy: Policy | str, device: Any = None) -> Policy:
     """Returns a policy, and its rules, without the recipes that a device has no matmuls for.
 
     CPUs and TPUs run all of them, by way of bf16 where need be. An NVIDIA GPU that is too old would
     too, and slower than without.
 
     Args:
-        policy: any.
+        policy: any, or its name.
         device: a JAX device; the first of the default ones if left out.
 
     Raises:
@@ -27,7 +27,12 @@ def runnable(policy: Policy, device: Any = None) -> Policy:
 
     Warns:
         UserWarning: of each such recipe.
+
+    Example:
+        >>> runnable("mixed_float8", jax.devices("cpu")[0]).recipe
+        'current'
     """
+    policy = get_policy(policy)
     texts = policy.recipes()
     if not texts:
         return policy

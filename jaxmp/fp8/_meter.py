@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
 from jaxmp._dtypes import FLOAT32
 from jaxmp._product import vary_alike
@@ -57,6 +58,9 @@ def counts(x: jax.Array, *, every: bool = False, batch: int = 0) -> jax.Array:
     """
     wide = lax.stop_gradient(x).astype(FLOAT32)
     if every:
+        # A histogram has no rule for the axes of an explicit mesh.
+        if any(axis is not None for axis in jax.typeof(wide).sharding.spec):
+            wide = jax.sharding.reshard(wide, PartitionSpec(*(None,) * wide.ndim))
         flat = wide.reshape(*x.shape[:batch], -1)
         bins = _bins(jnp.where(jnp.isfinite(flat), jnp.abs(flat), 0))
         add = jnp.vectorize(lambda each: jnp.bincount(each, length=BINS), signature="(n)->(b)")

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxmp._dtypes import BFLOAT16, FLOAT32
 from jaxmp._product import Dtypes, Route
 from jaxmp.fp8._blocks import quantize_blocks
-from jaxmp.fp8._quantize import Quantized, dequantize
+from jaxmp.fp8._quantize import Quantized, dequantize, repeated
 
 
 def scaled_product(
@@ -121,4 +120,4 @@ _XLA_NAMES = {FLOAT32: "F32", BFLOAT16: "BF16"}
 
 def _for_each_row(blocks: Quantized) -> jax.Array:
     rows = blocks.codes.shape[0]
-    return jnp.repeat(blocks.scales, rows // blocks.scales.shape[0], axis=0)
+    return repeated(blocks.scales, rows // blocks.scales.shape[0], axis=0)

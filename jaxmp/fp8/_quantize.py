@@ -71,8 +71,13 @@ def quantize(
     if scale is None:
         axes = tuple(range(wide.ndim)) if axis is None else normalized_axes(axis, wide.shape)
         scale = scale_for(amax(wide, axes), fmt, power_of_two=power_of_two)
-    scale = jnp.asarray(scale, FLOAT32)
-    return Quantized(encode(wide * (1 / scale), dtype, key), scale)
+        scaled = wide * (1 / scale)
+    else:
+        scale = jnp.asarray(scale, FLOAT32)
+        # Of a finite number far above the scale's range it would be infinite, which becomes NaN.
+        limit = jnp.float32(np.finfo(np.float32).max)
+        scaled = lax.clamp(-limit, wide * (1 / scale), limit) + wide * 0
+    return Quantized(encode(scaled, dtype, key), scale)
 
 
 def dequantize(quantized: Quantized, dtype: Any = jnp.float32) -> jax.Array:
@@ -111,10 +116,11 @@ def scale_for(largest: Any, fmt: str = "e4m3", *, power_of_two: bool = False) ->
     largest = jnp.asarray(largest, FLOAT32)
     scale = jnp.maximum(largest / LARGEST[code_dtype(fmt)], SMALLEST_SCALE)
     scale = jnp.where((largest > 0) & jnp.isfinite(largest), scale, 1)
-    return _next_power_of_two(scale) if power_of_two else scale
+    return next_power_of_two(scale) if power_of_two else scale
 
 
-def _next_power_of_two(scale: jax.Array) -> jax.Array:
+def next_power_of_two(scale: jax.Array) -> jax.Array:
+    """Returns the smallest power of two that is no less than f32[...], positive and normal."""
     bits = lax.bitcast_convert_type(scale, jnp.uint32)
     exponent = (bits + jnp.uint32(2**23 - 1)) & jnp.uint32(0xFF800000)
     return lax.bitcast_convert_type(exponent, FLOAT32)
@@ -166,5 +172,15 @@ def _for_each(scales: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Returns scales of blocks as often as blocks have numbers."""
     for axis, (blocks, size) in enumerate(zip(scales.shape, shape[: scales.ndim], strict=True)):
         if blocks not in (1, size):
-            scales = jnp.repeat(scales, size // blocks, axis)
+            scales = repeated(scales, size // blocks, axis)
     return scales
+
+
+def repeated(x: jax.Array, times: int, axis: int) -> jax.Array:
+    """`jnp.repeat`, which does not take an axis that is sharded over one of an explicit mesh."""
+    many = lax.broadcast_in_dim(
+        x,
+        (*x.shape[: axis + 1], times, *x.shape[axis + 1 :]),
+        [i + (i > axis) for i in range(x.ndim)],
+    )
+    return many.reshape(*x.shape[:axis], x.shape[axis] * times, *x.shape[axis + 1 :])

@@ -36,7 +36,11 @@ class Recipe:
             product gains as much as the smallest of the three sizes, so small ones lose.
         high_precision_wgrad: whether gradients of weights are products in the compute dtype.
         strict: whether hardware without such products is an error; else it computes in the compute
-            dtype, with a warning.
+            dtype, with a warning. It is not about sizes.
+
+    Example:
+        >>> str(CurrentScaling(min_size=512)), BlockScaling().multiple
+        ('current(min_size=512)', 32)
     """
 
     multiple: int = 16
@@ -59,15 +63,22 @@ class Recipe:
         roles: tuple[str, str],
     ) -> bool:
         """Whether a matmul of operands of these shapes is computed in fp8."""
-        (left, right), (batch, _) = dimension_numbers
-        sizes = (
+        _, (batch, _) = dimension_numbers
+        sizes = self.sizes(lhs, rhs, dimension_numbers)
+        is_wgrad = "g" in roles and "w" not in roles
+        is_large = all(size >= self.min_size and size % self.multiple == 0 for size in sizes)
+        return is_large and not batch and not (is_wgrad and self.high_precision_wgrad)
+
+    def sizes(
+        self, lhs: Sequence[int], rhs: Sequence[int], dimension_numbers: Any
+    ) -> tuple[int, int, int]:
+        """Returns how much a matmul contracts, and the sizes of its left and right side."""
+        (left, right), _ = dimension_numbers
+        return (
             math.prod(lhs[i] for i in left),
             math.prod(size for i, size in enumerate(lhs) if i not in left),
             math.prod(size for i, size in enumerate(rhs) if i not in right),
         )
-        is_wgrad = "g" in roles and "w" not in roles
-        is_large = all(size >= self.min_size and size % self.multiple == 0 for size in sizes)
-        return is_large and not batch and not (is_wgrad and self.high_precision_wgrad)
 
     def __str__(self) -> str:
         options = [
@@ -199,7 +210,8 @@ class DelayedScaling(_Scaling):
 
     Attributes:
         history: how many steps are remembered.
-        margin: scales leave room for numbers 2^margin times as large as those that were seen.
+        margin: scales leave room for numbers 2^margin times as large as those that were seen; from
+            0 to 8.
         amax: "max" of the history, or the "most_recent".
         forward: see `CurrentScaling`, as the options that follow.
 
@@ -300,12 +312,12 @@ _GRAMMAR = re.compile(r"(\w+)(?:\((.*)\))?")
 
 
 @functools.lru_cache(maxsize=256)
-def get_recipe(text: str | None) -> Any:
+def get_recipe(text: str | Recipe | None) -> Any:
     """Returns the recipe that a policy names, or None if it names none.
 
     Args:
         text: a name ("current", "delayed", "mxfp8", "nvfp4"), options in brackets: what
-            `str(recipe)` gives.
+            `str(recipe)` gives. A recipe is returned as it is.
 
     Raises:
         ValueError: for a name or option that is unknown, or a value out of range.
@@ -314,8 +326,8 @@ def get_recipe(text: str | None) -> Any:
         >>> get_recipe("delayed(history=16,margin=1)").history
         16
     """
-    if text is None:
-        return None
+    if text is None or isinstance(text, Recipe):
+        return text
     found = _GRAMMAR.fullmatch(text)
     name, options = found.groups() if found else (text, None)
     if name not in _RECIPES:

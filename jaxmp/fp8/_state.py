@@ -11,7 +11,7 @@ from jaxmp import _tree
 from jaxmp._dtypes import FLOAT32
 from jaxmp._errors import bullet_list
 from jaxmp.fp8._meter import BINS, counts, largest_of
-from jaxmp.fp8._quantize import scale_for
+from jaxmp.fp8._quantize import next_power_of_two, scale_for
 from jaxmp.fp8._recipes import ROLES, DelayedScaling
 
 
@@ -23,7 +23,8 @@ class ProductState:
     Attributes:
         history: f32[..., 3, H], the largest numbers of the last steps, the last first, each rounded
             up to 1.75 times a power of two; 0 for none. In a scan each layer has its own.
-        scale: f32[..., 3], by which codes are multiplied.
+        scale: f32[..., 3], by which codes are multiplied. That of gradients is for a loss scale of
+            one.
         recipe: how they come to be.
     """
 
@@ -80,11 +81,35 @@ def is_delayed(recipe: Any) -> bool:
     return isinstance(recipe, DelayedScaling)
 
 
+# Up to where numbers are let through before any was seen. Small ones are the better guess: what is
+# too large is seen and has its scale in the next step, but a weight that becomes zero also hides
+# the gradients of what is before it.
+_FIRST_LARGEST = {"x": 28.0, "w": 7.0, "g": 1.75 * 2.0**-9}
+
+
 def new_state(recipe: DelayedScaling, shape: tuple[int, ...]) -> ProductState:
     """Returns the state of a product before anything was seen; `shape` is that of the layers."""
-    roles = len(ROLES)
-    history = jnp.zeros((*shape, roles, recipe.history), FLOAT32)
-    return ProductState(history, jnp.ones((*shape, roles), FLOAT32), recipe)
+    history = jnp.zeros((*shape, len(ROLES), recipe.history), FLOAT32)
+    first = [
+        scale_for(_FIRST_LARGEST[role], recipe.format_of(role), power_of_two=True) for role in ROLES
+    ]
+    return ProductState(history, jnp.broadcast_to(jnp.stack(first), history.shape[:-1]), recipe)
+
+
+def scales_for(product: ProductState, loss_scale: Any) -> jax.Array:
+    """Returns the scales of a state, f32[..., 3], where gradients are of `loss_scale` losses."""
+    scale = lax.stop_gradient(product.scale)
+    return scale.at[..., 2].mul(next_power_of_two(jnp.float32(loss_scale)))
+
+
+def seen_without(seen: jax.Array, loss_scale: Any) -> jax.Array:
+    """Returns what was seen, f32[..., 3, BINS], as if gradients were of the loss itself."""
+    power = lax.bitcast_convert_type(jnp.float32(loss_scale), jnp.int32) >> 23
+    places = jnp.arange(BINS, dtype=jnp.int32) + (power - 127)
+    # Bin 0 is for what is no number.
+    is_there = (places > 0) & (places < BINS) & (jnp.arange(BINS) > 0)
+    gradients = seen[..., 2, :][..., jnp.clip(places, 0, BINS - 1)]
+    return seen.at[..., 2, :].set(jnp.where(is_there, gradients, 0))
 
 
 def new_meters(state: dict[str, ProductState]) -> dict[str, jax.Array]:
@@ -101,8 +126,13 @@ def update_state(
 
     Args:
         state: that of this step.
-        seen: what `jaxmp.value_and_grad` gave as third; of several microbatches, their sum.
+        seen: what `jaxmp.value_and_grad` gave as third, f32[..., 3, 256] for each product: counts
+            in bins of powers of two. Of several microbatches, or devices that were not summed over,
+            their sum.
         finite: bool[], whether the step is not skipped; else the state stays as it is.
+
+    Returns:
+        The state, with the options (history, margin, amax) that it was made with.
 
     Raises:
         ValueError: if both are not of the same products.
