@@ -82,10 +82,10 @@ def test_mlp_step(text, dtype):
     assert (report.bytes_accessed is not None) == text.startswith("tpu")
 
 
-# Convolutions take compilers their time, so float16 is for one of each kind.
+# Convolutions take compilers their time, so not all pairs are tried.
 @pytest.mark.parametrize(
     ("text", "dtype"),
-    [(text, "bfloat16") for text in ABSENT]
+    [(text, "bfloat16") for text in ABSENT if text not in ("tpu:v4", "tpu:v5p")]
     + [(text, "float16") for text in ABSENT if text in ("tpu:v5e", "cuda:t4", "cuda:h100")],
 )
 def test_convolution_step(text, dtype):
@@ -194,7 +194,6 @@ FLOAT32, BFLOAT16 = ("float32", "float32"), ("bfloat16", "bfloat16")
 @pytest.mark.parametrize(
     ("recipe", "products", "megabytes"),
     [
-        ("float32", {FLOAT32: 75}, 8288),
         ("textbook, half activations", {FLOAT32: 34, BFLOAT16: 41}, 5369),
         ("by hand", {BFLOAT16: 75}, 4655),
     ],
@@ -207,10 +206,12 @@ def test_gpt_on_an_h100(recipe, products, megabytes):
 
 @pytest.mark.slow
 def test_gpt_on_a_v5e():
-    report = compiled(*reference_gpt.train_step(reference_gpt.Shape(), "by hand"), "tpu:v5e")
-    assert len(report.products) == 75
+    # With four layers 75 products, and 36.0 GB.
+    shape = reference_gpt.Shape(layers=1)
+    report = compiled(*reference_gpt.train_step(shape, "by hand"), "tpu:v5e")
+    assert len(report.products) == 21
     # Twice the multiply-adds, for the forward pass and both gradients: as on a GPU.
-    attention = 3 * 2 * 2 * 8 * 1024 * 1024 * 1024 * 4
-    weights = 3 * 2 * 8 * 1024 * (4 * 12 * 1024**2 + 32768 * 1024)
+    attention = 3 * 2 * 2 * 8 * 1024 * 1024 * 1024
+    weights = 3 * 2 * 8 * 1024 * (12 * 1024**2 + 32768 * 1024)
     assert sum(row.flops for row in report.products) == attention + weights
-    assert report.bytes_accessed / 1e9 == pytest.approx(36.0, rel=0.02)
+    assert report.bytes_accessed / 1e9 == pytest.approx(13.15, rel=0.02)

@@ -16,7 +16,7 @@ import pytest
 import jaxmp
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-TINY = ["--size", "tiny", "--steps", "150", "--batch-size", "4", "--policy", "mixed_float16"]
+TINY = ["--size", "tiny", "--steps", "90", "--batch-size", "4", "--policy", "mixed_float16"]
 
 
 # The examples are scripts that import their neighbours, as Python does for `python gpt.py`.
@@ -247,11 +247,11 @@ def test_an_interrupted_run_resumes_bit_for_bit(tmp_path, capsys):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run_here(*TINY, "--out", whole) == 0
 
-    returncode, error = interrupt(command(*TINY, "--out", cut), after="step 60/")
+    returncode, error = interrupt(command(*TINY, "--out", cut), after="step 30/")
     assert returncode == 130, error
     assert "Traceback" not in error
     assert f"--resume {cut}" in error
-    assert 0 < jaxmp.checkpoint.latest_step(cut / "mixed_float16") < 150
+    assert 0 < jaxmp.checkpoint.latest_step(cut / "mixed_float16") < 90
 
     assert run_here(*TINY, "--out", cut) == 2
     assert "not finished" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_mxfp8_on_blackwell(target):
 
 def test_a_wide_mlp_on_a_tpu7x():
     # Of a whole GPT of this width: `python -m benchmarks.fp8 cycles`.
-    x, wide = (jax.ShapeDtypeStruct((4096, size), jnp.float32) for size in (4096, 16384))
+    x, wide = (jax.ShapeDtypeStruct((4096, size), jnp.float32) for size in (4096, 8192))
 
     def loss(params, x):
         return jnp.mean((nn.gelu(x @ params["in"]) @ params["out"].T) ** 2)
