@@ -8,7 +8,7 @@ import os
 # less, and what one worker, script or run has compiled the others load.
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 os.environ.setdefault(

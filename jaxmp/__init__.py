@@ -1,9 +1,10 @@
 """jaxmp: mixed precision for any JAX training step."""
 
-from jaxmp import checkpoint, fp8, optim
+from jaxmp import checkpoint, fp8, optim, sharding
 from jaxmp._dtypes import half_dtype
 from jaxmp._fp8_report import fp8_report
 from jaxmp._fp8_state import init_fp8_state
+from jaxmp._gradients import value_and_grad
 from jaxmp._loss import LossOutput
 from jaxmp._tree import all_finite, cast_to_full, cast_to_half, select_tree
 from jaxmp.audit import audit
@@ -19,7 +20,7 @@ from jaxmp.matmul import (
 )
 from jaxmp.optim import MixedPrecisionState, get_loss_scale, mixed_precision
 from jaxmp.policy import Policy, Recommendation, get_policy, recommend_policy
-from jaxmp.train import StepInfo, TrainState, make_train_step, value_and_grad
+from jaxmp.train import StepInfo, TrainState, make_train_step
 
 __version__ = "0.1.0"
 
@@ -58,5 +59,6 @@ __all__ = [
     "recommend_policy",
     "remat_policy",
     "select_tree",
+    "sharding",
     "value_and_grad",
 ]

@@ -20,6 +20,7 @@ def accumulate(
     rng: Any,
     *,
     microbatches: int,
+    zeros: Callable[[jax.Array, Any], jax.Array],
 ) -> tuple[Any, Any]:
     """Returns the loss output and the gradients of a batch, microbatch by microbatch.
 
@@ -31,6 +32,7 @@ def accumulate(
         model_state: handed from each microbatch to the next.
         rng: a PRNG key, or None; microbatch `i` gets `fold_in(rng, i)`.
         microbatches: into how many parts to split; the batch stays whole for 1.
+        zeros: returns zeros as gradients of a parameter are added to, from zeros and that.
     """
     if microbatches == 1:
         return grads_of(batch, model_state, rng)
@@ -55,8 +57,10 @@ def accumulate(
         kept = dataclasses.replace(output, model_state=None)
         return (sums, total_weight + weight, output.model_state), kept
 
-    zeros = [jnp.zeros(jnp.shape(p), widened(jnp.result_type(p))) for p in _floats(params)]
-    carry = (zeros, jnp.float32(0), model_state)
+    first = [
+        zeros(jnp.zeros(jnp.shape(p), widened(jnp.result_type(p))), p) for p in _floats(params)
+    ]
+    carry = (first, jnp.float32(0), model_state)
     indices = jnp.arange(microbatches, dtype=jnp.int32)
     (sums, total_weight, model_state), outputs = lax.scan(body, carry, (indices, parts))
 

@@ -19,6 +19,8 @@ from jax.extend.core import ClosedJaxpr, Literal, Primitive, primitives
 from jax.interpreters import ad, batching
 
 from jaxmp._dtypes import FLOAT32, is_inexact
+from jaxmp._mapped import varying
+from jaxmp._placement import Placement
 from jaxmp._rebind import spec_of
 
 DOT_GENERAL = primitives.dot_general_p
@@ -30,9 +32,15 @@ PLAIN_PRODUCTS = frozenset({DOT_GENERAL.name, CONVOLUTION.name, _RAGGED})
 # Parameters: `base`, the plain primitive; `params`, its parameters as sorted pairs;
 # `compute_dtype` of the multiplied operands; `accum_dtype` of the sums; `out_dtype` of the result;
 # `recipe`, by which the operands are quantized, or None; `roles`, what each of them is.
-# `extras`, names of further operands for a recipe: the `scales` of a state, f32[3], and
-# of a weight that was quantized before the `codes` and the `code_scale`.
+# `extras`, names of further operands: for a recipe the `scales` of a state, f32[3], and of a weight
+# that was quantized before the `codes` and the `code_scale`; `GATHERED`, of operands that were
+# gathered before. `places`, where each of the two operands lies on a mesh, and `reduce_dtype`, what their
+# gradients are summed in across it.
 product_p = Primitive("mixed_product")
+
+
+# Names of extras: what is multiplied in the place of the first and of the second operand.
+GATHERED = ("gathered_lhs", "gathered_rhs")
 
 
 class Dtypes(NamedTuple):
@@ -45,7 +53,9 @@ class Dtypes(NamedTuple):
         recipe: how the operands are quantized to fewer bits, or None: the methods `takes`,
             `shares_codes`, `dtypes` and `product` of a `jaxmp.fp8.Recipe`.
         roles: what each operand is: "x" for activations, "w" for a weight, "g" for a gradient.
-        extras: the names of the operands that follow, for a recipe.
+        extras: the names of the operands that follow.
+        places: of the two operands, for those that are gathered where they are multiplied.
+        reduce_dtype: of gradients, where they are added up over devices, for operands with a place.
     """
 
     compute_dtype: np.dtype
@@ -54,6 +64,8 @@ class Dtypes(NamedTuple):
     recipe: Any = None
     roles: tuple[str, str] = ("x", "w")
     extras: tuple[str, ...] = ()
+    places: tuple[Placement | None, Placement | None] = (None, None)
+    reduce_dtype: np.dtype = FLOAT32
 
     def for_operands(self, base: Primitive, params: dict[str, Any], lhs: Any, rhs: Any) -> "Dtypes":
         """Returns these without a recipe that does not take such a product."""
@@ -100,17 +112,10 @@ def traced_params(
     return eqn.primitive, dict(eqn.params)
 
 
-def _varying(value: Any) -> frozenset[str]:
-    """Returns the manual axes of a shard_map over which a value differs."""
-    aval: Any = jax.typeof(value)
-    manual = getattr(aval, "manual_axis_type", None)
-    return frozenset(getattr(aval, "vma", None) or getattr(manual, "varying", None) or ())
-
-
 def vary_alike(operands: Sequence[Any]) -> tuple[Any, ...]:
     """Lets all operands vary over the axes that any does, as JAX's own operations do."""
-    axes = frozenset[str]().union(*map(_varying, operands))
-    missing = [tuple(sorted(axes - _varying(operand))) for operand in operands]
+    axes = frozenset[str]().union(*map(varying, operands))
+    missing = [tuple(sorted(axes - varying(operand))) for operand in operands]
     return tuple(
         lax.pcast(operand, names, to="varying") if names else operand
         for operand, names in zip(operands, missing, strict=True)
@@ -139,6 +144,7 @@ def _replay(
     dtypes: Dtypes,
     extras: Mapping[str, Any],
     *,
+    places: Sequence[Placement | None],
     of_gradient: bool = False,
 ) -> Any:
     """Runs a traced rule of one result with the mixed product for the plain one.
@@ -148,15 +154,20 @@ def _replay(
         args: its arguments.
         dtypes: of the product, and what its operands are.
         extras: what the product is given for its recipe, by name.
+        places: of the arguments.
         of_gradient: whether the first argument is the gradient of a result. The role of the other
             one is then the first of `dtypes`.
     """
     gradients = set(jaxpr.jaxpr.invars[:1]) if of_gradient else set()
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
     values |= dict(zip(jaxpr.jaxpr.invars, args, strict=True))
+    placed = dict(zip(jaxpr.jaxpr.invars, places, strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
+
+    def place_of(atom: Any) -> Placement | None:
+        return None if isinstance(atom, Literal) else placed.get(atom)
 
     for eqn in jaxpr.jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
@@ -168,11 +179,15 @@ def _replay(
                 own = dtypes._replace(roles=("g", role) if is_left else (role, "g"))
                 own = own.for_operands(eqn.primitive, eqn.params, *operands[:2])
             kept = extras if own.recipe is not None else {}
-            own = own._replace(extras=tuple(kept))
+            left, right = map(place_of, eqn.invars[:2])
+            own = own._replace(extras=tuple(kept), places=(left, right))
             results = product(eqn.primitive, eqn.params, own, *operands, *kept.values())
         else:
             if any(_is_among(atom, gradients) for atom in eqn.invars):
                 gradients.update(eqn.outvars)
+            place = place_of(eqn.invars[0])
+            if place is not None:
+                placed[eqn.outvars[0]] = place.moved(eqn)
             results = eqn.primitive.bind(*operands, **eqn.params)
         results = results if eqn.primitive.multiple_results else [results]
         values.update(zip(eqn.outvars, results, strict=True))
@@ -200,25 +215,24 @@ def _abstract(*operands: Any, base: Primitive, params: Any, out_dtype: Any, **_:
     return aval.update(dtype=out_dtype, weak_type=False)
 
 
-def _without_codes(operands: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Binds a product whose weight is another than the one that was quantized."""
-    arity, extras = _arity(params["base"]), params["extras"]
-    kept = [x for name, x in zip(extras, operands[arity:], strict=True) if name == "scales"]
-    params = params | {"extras": ("scales",) * len(kept)}
-    return product_p.bind(*operands[:arity], *kept, **params)
+def _with_tangent(operands: Sequence[Any], side: int, params: dict[str, Any]) -> Any:
+    """Binds a product of which one operand is another than what was quantized or gathered."""
+    arity = _arity(params["base"])
+    extras = dict(zip(params["extras"], operands[arity:], strict=True))
+    extras.pop(GATHERED[side], None)
+    if params["roles"][side] == "w":
+        extras = {name: x for name, x in extras.items() if name in ("scales", *GATHERED)}
+    params = params | {"extras": tuple(extras)}
+    return product_p.bind(*operands[:arity], *extras.values(), **params)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
-    def bind(operands: Sequence[Any]) -> Any:
-        return product_p.bind(*operands, **params)
-
     terms = []
     for side in (0, 1):
         if not isinstance(tangents[side], ad.Zero):
             operands = [*primals[:side], tangents[side], *primals[side + 1 :]]
-            is_weight = params["roles"][side] == "w"
-            terms.append(_without_codes(operands, params) if is_weight else bind(operands))
-    result = bind(primals)
+            terms.append(_with_tangent(operands, side, params))
+    result = product_p.bind(*primals, **params)
     if not terms:
         return result, ad.Zero(jax.typeof(result))
     return result, functools.reduce(lax.add, terms)
@@ -238,13 +252,32 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     base, plain, dtypes = params.pop("base"), params.pop("params"), Dtypes(**params)
     arity = _arity(base)
     operands, extras = operands[:arity], dict(zip(dtypes.extras, operands[arity:], strict=True))
-    others = [operand for i, operand in enumerate(operands) if i != side]
+    pairs = zip(operands, (*dtypes.places, None), strict=False)
+    rest = [(x, place) for i, (x, place) in enumerate(pairs) if i != side]
+    gathered = extras.pop(GATHERED[1 - side], None)
+    if gathered is not None:
+        rest[0] = (gathered, None)
+    elif rest[0][1] is not None:
+        # Else the compiler would keep what the forward pass gathered.
+        rest[0] = (lax.optimization_barrier(rest[0][0]), rest[0][1])
+    others, places = zip(*rest, strict=True)
     specs = tuple(map(_float32_spec, (cotangent, *others)))
     jaxpr = _traced_gradient(base, plain, side, _float32_spec(_Linear(aval)), specs)
     role = dtypes.roles[1 - side]
-    own = dtypes._replace(out_dtype=aval.dtype, roles=(role, role))
-    gradients[side] = _replay(jaxpr, (cotangent, *others), own, extras, of_gradient=True)
+    place = dtypes.places[side]
+    out_dtype = aval.dtype if place is None else _narrower(aval.dtype, dtypes.reduce_dtype)
+    own = dtypes._replace(out_dtype=out_dtype, roles=(role, role))
+    gradient = _replay(
+        jaxpr, (cotangent, *others), own, extras, places=(None, *places), of_gradient=True
+    )
+    if place is not None:
+        gradient = lax.convert_element_type(place.scatter(gradient), aval.dtype)
+    gradients[side] = gradient
     return gradients
+
+
+def _narrower(a: np.dtype, b: np.dtype) -> np.dtype:
+    return b if b.itemsize < a.itemsize else a
 
 
 @functools.lru_cache(maxsize=4096)
@@ -282,7 +315,11 @@ def _batch(args: Any, dims: Any, *, base: Primitive, params: Any, **dtypes: Any)
         return product_p.bind(*args, *extras.values(), **params), None
     batched = jax.vmap(functools.partial(_plain, base, params), in_axes=axes)
     jaxpr = jax.make_jaxpr(batched)(*map(_float32_spec, args))
-    return _replay(jaxpr, args, own, extras), 0
+    places = [
+        place if axis is None else None for place, axis in zip(own.places, axes, strict=False)
+    ]
+    places += [None] * (len(args) - len(places))
+    return _replay(jaxpr, args, own, extras, places=places), 0
 
 
 batching.primitive_batchers[product_p] = _batch

@@ -12,16 +12,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jaxmp._dtypes import BFLOAT16, FLOAT32, HALF_DTYPES, dtype_of, is_inexact
-from jaxmp._product import CONVOLUTION, DOT_GENERAL, Dtypes, Route
+from jaxmp._placement import Placement
+from jaxmp._product import CONVOLUTION, DOT_GENERAL, GATHERED, Dtypes, Route
 from jaxmp._rebind import inlined
 
 
-def _narrowed(operands: Sequence[Any], dtype: np.dtype) -> list[Any]:
-    """Casts the operands that are floats."""
-    return [
-        lax.convert_element_type(operand, dtype) if is_inexact(dtype_of(operand)) else operand
-        for operand in operands
+def _narrowed(operands: Sequence[Any], dtypes: Dtypes) -> list[Any]:
+    """Casts the operands that are floats, and gathers those that have a place."""
+    arity = len(operands) - len(dtypes.extras)
+    extras = dict(zip(dtypes.extras, operands[arity:], strict=True))
+    ready = [
+        extras[name] if name in extras else _ready(operand, dtypes.compute_dtype, place)
+        for name, operand, place in zip(GATHERED, operands, dtypes.places, strict=False)
     ]
+    return [*ready, *operands[2:arity]]
+
+
+def _ready(operand: Any, dtype: np.dtype, place: Placement | None) -> Any:
+    if not is_inexact(dtype_of(operand)):
+        return operand
+    narrow = lax.convert_element_type(operand, dtype)
+    return narrow if place is None else place.gather(narrow)
 
 
 def _compute(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
@@ -35,7 +46,7 @@ def _compute(*operands: Any, base: Primitive, params: Any, **named: Any) -> Any:
     narrow = dtypes.accum_dtype == FLOAT32 and dtypes.out_dtype in HALF_DTYPES
     asked = dtypes.out_dtype if narrow else dtypes.accum_dtype
     wanted = dict(params) | {"preferred_element_type": asked}
-    result = base.bind(*_narrowed(operands, dtypes.compute_dtype), **wanted)
+    result = base.bind(*_narrowed(operands, dtypes), **wanted)
     return lax.convert_element_type(result, dtypes.out_dtype)
 
 
@@ -48,18 +59,18 @@ def _compute_on_cuda(
     **named: Any,
 ) -> Any:
     """As `_compute`, save that cuDNN runs a half convolution in float32 for a float32 result."""
-    if named["recipe"] is not None:
-        route = Route(lax.dot_general, takes_blocks)
-        return _quantized(route, operands, params, Dtypes(out_dtype=out_dtype, **named))
-    dtype = named["compute_dtype"]
+    dtypes = Dtypes(out_dtype=out_dtype, **named)
+    if dtypes.recipe is not None:
+        return _quantized(Route(lax.dot_general, takes_blocks), operands, params, dtypes)
+    dtype = dtypes.compute_dtype
     compute = functools.partial(_compute, base=base, params=params, **named)
     if base is not CONVOLUTION or dtype not in HALF_DTYPES or out_dtype in HALF_DTYPES:
         return compute(*operands, out_dtype=out_dtype)
     matmul = _as_matmul(dict(params), *operands)
     if matmul is None:
         return lax.convert_element_type(compute(*operands, out_dtype=dtype), out_dtype)
-    dot = functools.partial(lax.dot_general, preferred_element_type=named["accum_dtype"])
-    return lax.convert_element_type(matmul.compute(dot, *_narrowed(operands, dtype)), out_dtype)
+    dot = functools.partial(lax.dot_general, preferred_element_type=dtypes.accum_dtype)
+    return lax.convert_element_type(matmul.compute(dot, *_narrowed(operands, dtypes)), out_dtype)
 
 
 class _Matmul(NamedTuple):
@@ -136,7 +147,7 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
     dtypes = Dtypes(**named)
     if dtypes.recipe is not None:
         return _quantized(Route(_cpu_dot_of_codes), operands, params, dtypes)
-    narrowed = _narrowed(operands, dtypes.compute_dtype)
+    narrowed = _narrowed(operands, dtypes)
     is_fast = dtypes.compute_dtype == BFLOAT16 and _has_fast_path(*narrowed[:2])
     matmul = _as_matmul(dict(params), *narrowed) if base is CONVOLUTION else None
     if is_fast and base is DOT_GENERAL:
@@ -146,7 +157,11 @@ def _compute_on_cpu(*operands: Any, base: Primitive, params: Any, **named: Any) 
         lhs, rhs = narrowed
         return _rounded(matmul.compute(_cpu_matmul, lhs, rhs), dtypes)
     asked = dict(params) | {"preferred_element_type": FLOAT32}
-    result = base.bind(*_narrowed(_kept(base, narrowed), FLOAT32), **asked)
+    wide = [
+        lax.convert_element_type(x, FLOAT32) if is_inexact(dtype_of(x)) else x
+        for x in _kept(base, narrowed)
+    ]
+    result = base.bind(*wide, **asked)
     (result,) = _kept(base, [_rounded(result, dtypes)])
     return result
 

@@ -270,12 +270,12 @@ def conv_general_dilated(
     return _mixed(plain, (lhs, rhs), get_policy(policy), output_dtype)
 
 
-def product_of(eqn: JaxprEqn, dtypes: Dtypes, operands: Sequence[Any]) -> Any:
+def product_of(eqn: JaxprEqn, dtypes: Dtypes, operands: Sequence[Any], *extras: Any) -> Any:
     """Computes the product that an equation is, of its line, with other operands and dtypes."""
     operands = vary_alike(operands)
     dtypes = dtypes.for_operands(eqn.primitive, eqn.params, *operands[:2])
     params = product_params(eqn.primitive, eqn.params, dtypes)
-    (result,) = evaluate(eqn.replace(primitive=product_p, params=params), operands)
+    (result,) = evaluate(eqn.replace(primitive=product_p, params=params), [*operands, *extras])
     return result
 
 

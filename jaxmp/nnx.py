@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jaxmp import _fp8_report, _fp8_state, _tree, train
+from jaxmp import _fp8_report, _fp8_state, _gradients, _tree
 from jaxmp._dtypes import FLOAT32, HALF_DTYPES
 from jaxmp._modules import (
     Found,
@@ -164,7 +164,7 @@ def value_and_grad(
     def wrapped(model: Any, *args: Any, **kwargs: Any) -> Any:
         nodes = (model, args, kwargs)
         fun, states = _functional(loss_fn, policy, nodes, wrt, has_aux=has_aux)
-        grad_fn = train.value_and_grad(
+        grad_fn = _gradients.value_and_grad(
             fun,
             policy,
             has_aux=True,

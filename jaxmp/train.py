@@ -1,196 +1,31 @@
-"""The training step: gradients under a policy, the state that a step carries, and the step."""
+"""The training step, and the state that it carries."""
 
 import dataclasses
 import functools
-import operator
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 from jaxmp import _microbatch, _tree
-from jaxmp._dtypes import (
-    FLOAT16,
-    dtype_of,
-    has_gradient,
-)
+from jaxmp._dtypes import dtype_of, has_gradient
 from jaxmp._errors import check_count
 from jaxmp._fp8_state import check_fp8_state, quantized_weights
-from jaxmp._loss import LossOutput, call_loss, check_loss
-from jaxmp.autocast import autocast_loss, check_runnable, with_given
+from jaxmp._gradients import checked_value_and_grad
+from jaxmp._loss import LossOutput, call_loss
+from jaxmp._mapped import as_axes, varying
+from jaxmp._spread import Alone, Mapped, OnMesh
+from jaxmp.autocast import check_runnable
 from jaxmp.fp8 import update_state
-from jaxmp.fp8._state import Given, new_meters, scales_for, seen_without
-from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
+from jaxmp.fp8._state import new_meters
 from jaxmp.optim import apply_updates, full_weights, get_mixed_precision_state
 from jaxmp.optim._ema import check_decay, moved_average
 from jaxmp.policy import Policy, get_policy
-
-
-def value_and_grad(
-    fun: Callable[..., Any],
-    policy: Policy | str,
-    *,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    loss_scale: Any = None,
-    fp8_state: Any = None,
-) -> Callable[..., Any]:
-    """`jax.value_and_grad` under a policy: true f32 loss and gradients, whatever was computed in.
-
-    The loss is widened to f32 before it is scaled, and what comes back is unscaled: it can be
-    logged, clipped and averaged over devices as it is. An overflow shows as infinite or NaN
-    gradients, while the loss stays finite if it is.
-
-    Args:
-        fun: returns a scalar loss, or `(loss, aux)` with `has_aux`. It is computed as `autocast`
-            does: written for f32, and seeing f32, while its matrix multiplications and
-            convolutions run in the policy's compute dtype.
-        policy: a policy or the name of one.
-        argnums: the argument or arguments to differentiate, as in `jax.value_and_grad`. Their
-            float and complex leaves get gradients, other leaves a float0 zero.
-        has_aux: whether `fun` returns a pair; `aux` has the dtypes that `fun` gives it.
-        loss_scale: a loss scale, usually `get_loss_scale(opt_state)`; none if left out.
-        fp8_state: what `init_fp8_state` or `fp8.update_state` gave, for delayed scaling.
-
-    Returns:
-        A function of the arguments of `fun` that returns `(loss, grads)`, or
-        `((loss, aux), grads)`: loss f32[], gradients f32 (f64 and complex leaves in their dtype)
-        for parameters of any width. With an `fp8_state` there is a third result, how large the
-        operands of products were, f32[..., 3, 256] by their names: what `fp8.update_state` takes.
-
-    Raises:
-        ValueError: if the policy names a recipe that is not there, or one that needs an
-            `fp8_state`; when called, if the loss is no real scalar, if there is nothing to
-            differentiate, or if the `fp8_state` is of another function, policy or batch size.
-
-    Warns:
-        UserWarning: if anything is computed in f16 and no loss scale is given; when called, if the
-            policy's recipe takes none of the matmuls.
-
-    Example:
-        >>> def loss_fn(params, x):
-        ...     return jnp.mean((x @ params["w"]) ** 2)
-        >>> grad_fn = value_and_grad(loss_fn, "mixed_bfloat16")
-        >>> loss, grads = grad_fn({"w": jnp.ones((3, 1))}, jnp.ones((2, 3)))
-        >>> loss, grads["w"].dtype
-        (Array(9., dtype=float32), dtype('float32'))
-    """
-    policy = get_policy(policy)
-    if loss_scale is None and FLOAT16 in policy.compute_dtypes():
-        warnings.warn(
-            "Gradients below 6e-8 vanish in float16. Give value_and_grad a loss_scale, such as "
-            "jaxmp.get_loss_scale(opt_state), or jaxmp.NoOpLossScale() if none is wanted.",
-            stacklevel=2,
-        )
-    loss_scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
-    check_fp8_state(policy, fp8_state)
-    return _value_and_grad(
-        fun,
-        policy,
-        argnums=argnums,
-        has_aux=has_aux,
-        loss_scale=loss_scale,
-        fp8_state=fp8_state,
-        weights={},
-    )
-
-
-def _value_and_grad(
-    fun: Callable[..., Any],
-    policy: Policy,
-    *,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
-    loss_scale: Any,
-    fp8_state: Any,
-    weights: Mapping[str, Given],
-) -> Callable[..., Any]:
-    """`value_and_grad` of checked arguments, with weights that were quantized before."""
-    low_fun = autocast_loss(fun, policy)
-    state = fp8_state or {}
-    times = loss_scale.loss_scale
-    scales = {name: scales_for(product, times) for name, product in state.items()}
-
-    @functools.wraps(fun)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        positions = _positions(argnums, len(args))
-        chosen = tuple(args[position] for position in positions)
-        leaves, treedef = jax.tree.flatten(chosen)
-        leaf_names = _tree.leaf_names(chosen)
-        # Differentiating f32 copies keeps a narrow parameter's gradient from being rounded.
-        floats = [_tree.widen_leaf(leaf) for leaf in leaves if _has_gradient(leaf)]
-        if not floats:
-            raise ValueError(
-                f"Nothing to differentiate: argument {argnums} has no float or complex leaves "
-                f"among its {len(leaves)}. Choose another argument with argnums."
-            )
-
-        def scaled_loss(floats: list[Any], meters: dict[str, Any]) -> Any:
-            values = iter(floats)
-            merged = [next(values) if _has_gradient(leaf) else leaf for leaf in leaves]
-            full_args = list(args)
-            for position, arg in zip(positions, treedef.unflatten(merged), strict=True):
-                full_args[position] = arg
-            given = dict(weights)
-            for name, meter in meters.items():
-                own = given.get(name, Given())
-                given[name] = own._replace(scales=scales[name], meter=meter)
-            is_given = weights or fp8_state is not None
-            run = with_given(low_fun, given, state) if is_given else low_fun
-            loss, aux = _split_aux(run(*full_args, **kwargs), has_aux)
-            loss = check_loss(loss)
-            return loss_scale.scale(loss), (loss, aux)
-
-        grad = jax.grad(scaled_loss, (0, 1), has_aux=True)
-        (grads, seen), (loss, aux) = grad(floats, new_meters(state))
-        if not isinstance(loss_scale, NoOpLossScale):
-            seen = {name: seen_without(each, times) for name, each in seen.items()}
-        # What is no gradient but a next value was not scaled.
-        names = [name for name, leaf in zip(leaf_names, leaves, strict=True) if _has_gradient(leaf)]
-        values = iter(
-            grad if _tree.is_overwritten(name) else unscaled
-            for name, grad, unscaled in zip(names, grads, loss_scale.unscale(grads), strict=True)
-        )
-        grads = treedef.unflatten(
-            [next(values) if _has_gradient(leaf) else _tree.no_gradient(leaf) for leaf in leaves]
-        )
-        grads = grads if isinstance(argnums, Sequence) else grads[0]
-        value = (loss, aux) if has_aux else loss
-        return (value, grads) if fp8_state is None else (value, grads, seen)
-
-    return wrapped
-
-
-def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
-    given = argnums if isinstance(argnums, Sequence) else (argnums,)
-    positions = tuple(operator.index(number) for number in given)
-    if any(not -count <= position < count for position in positions):
-        raise ValueError(
-            f"argnums is {argnums}, but the function was called with {count} positional "
-            "arguments. Pass what is differentiated by position."
-        )
-    positions = tuple(position % count for position in positions)
-    if len(set(positions)) < len(positions):
-        raise ValueError(f"argnums is {argnums}, which names one argument twice. Name it once.")
-    return positions
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return has_gradient(dtype_of(leaf))
-
-
-def _split_aux(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    if not has_aux:
-        return result, None
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise ValueError(
-            f"With has_aux=True the function must return (loss, aux), got {type(result).__name__}."
-        )
-    return result
+from jaxmp.sharding import Layout
 
 
 @_tree.register_state(
@@ -310,6 +145,8 @@ def make_train_step(
     ema_decay: float | None = None,
     pass_value: bool = False,
     donate: bool = True,
+    layout: Layout | None = None,
+    axis_name: str | Sequence[str] | None = None,
 ) -> Callable[[TrainState, Any], tuple[TrainState, StepInfo]]:
     """Returns a jitted training step.
 
@@ -330,6 +167,10 @@ def make_train_step(
         pass_value: whether to call `tx.update(..., value=loss)`, as
             `optax.contrib.reduce_on_plateau` needs.
         donate: whether the state's memory is reused for the new state; the old one is gone then.
+        layout: how parameters and batches are spread over a mesh, for a step that XLA cuts up.
+        axis_name: the axis or axes over which the step is mapped, in a `shard_map` or `pmap` of
+            yours: each device computes the loss of its own part of the batch, and gradients, loss
+            and metrics are averaged over the devices. `()` if there is nothing to average.
 
     Returns:
         `step(state, batch) -> (state, StepInfo)`, a `jax.jit` function.
@@ -353,68 +194,51 @@ def make_train_step(
     check_count(microbatches, "microbatches")
     if ema_decay is not None:
         check_decay(ema_decay, "ema_decay")
+    if layout is not None and axis_name is not None:
+        raise ValueError(
+            f"Both layout and axis_name={axis_name!r} were given. A layout is for a step over a "
+            "whole mesh, in jit alone; axis_name for one in a shard_map or pmap. Use one of them."
+        )
+    spread = Alone()
+    if layout is not None:
+        spread = OnMesh(layout)
+    elif axis_name is not None:
+        spread = Mapped(as_axes(axis_name), policy)
+    how = _Step(loss_fn, tx, policy, microbatches, ema_decay, pass_value, spread)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        if (ema_decay is None) != (state.ema_params is None):
+        return how.run(state, batch)
+
+    return jax.jit(step, donate_argnums=(0,) if donate else ())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """The parts of a training step, see `make_train_step`."""
+
+    loss_fn: Callable[..., Any]
+    tx: optax.GradientTransformationExtraArgs
+    policy: Policy
+    microbatches: int
+    ema_decay: float | None
+    pass_value: bool
+    spread: Alone
+
+    def run(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+        """Returns the next state, and what there is to report."""
+        if (self.ema_decay is None) != (state.ema_params is None):
             raise ValueError(
-                f"ema_decay is {ema_decay}, but the state was created with "
+                f"ema_decay is {self.ema_decay}, but the state was created with "
                 f"ema={state.ema_params is not None}. Use both or neither."
             )
-        check_fp8_state(policy, state.fp8_state)
+        check_fp8_state(self.policy, state.fp8_state)
+        state, batch = self.spread.enter(state, batch)
         before = get_mixed_precision_state(state.opt_state)
-        rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
-
-        weights = {}
-        if microbatches > 1:
-            fun = functools.partial(call_loss, loss_fn, state.model_state, rng)
-            full, part = _tree.cast_to_full(state.params), _microbatch.spec(batch, microbatches)
-            weights = quantized_weights(fun, policy, state.fp8_state, full, part)
-
-        def grads_of(part: Any, model_state: Any, rng: Any) -> tuple[LossOutput, Any]:
-            fun = functools.partial(call_loss, loss_fn, model_state, rng)
-            grad_fn = _value_and_grad(
-                fun,
-                policy,
-                has_aux=True,
-                loss_scale=before.loss_scale,
-                fp8_state=state.fp8_state,
-                weights=weights,
-            )
-            (loss, output), grads, *seen = grad_fn(state.params, part)
-            new_model_state = _tree.like(output.model_state, model_state)
-            output = _tree.replace_state(output, loss=loss, model_state=new_model_state)
-            return output, (grads, seen)
-
-        # Of what was seen, the mean over microbatches has the same largest numbers.
-        like = (state.params, [new_meters(state.fp8_state)] if state.fp8_state is not None else [])
-        output, (grads, seen) = _microbatch.accumulate(
-            grads_of, like, batch, state.model_state, rng, microbatches=microbatches
-        )
+        output, new_values, seen = self._gradients(state, batch, before.loss_scale)
         # For the optimizer, what is no gradient is zero.
-        new_values = grads
-        grads = _tree.map_overwritten(jnp.zeros_like, grads)
-        extra_args = {"value": output.loss} if pass_value else {}
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra_args)
-        after = get_mixed_precision_state(opt_state)
-        overwrite = functools.partial(_overwritten, after.finite)
-        params = apply_updates(state.params, updates)
-        params = _tree.map_overwritten(overwrite, params, state.params, new_values)
-        fp8_state = state.fp8_state
-        if fp8_state is not None:
-            fp8_state = update_state(fp8_state, seen[0], after.finite)
-        ema_params = None
-        if ema_decay is not None:
-            full = full_weights(opt_state, params)
-            ema_params = _updated_ema(after.finite, ema_decay, state.ema_params, full)
-        new_state = TrainState(
-            step=state.step + jnp.int32(1),
-            params=params,
-            opt_state=opt_state,
-            model_state=_tree.select_tree(after.finite, output.model_state, state.model_state),
-            rng=state.rng,
-            ema_params=ema_params,
-            fp8_state=fp8_state,
-        )
+        grads = _tree.map_overwritten(jnp.zeros_like, new_values)
+        new_state = self.spread.leave(self._updated(state, output, grads, new_values, seen))
+        after = get_mixed_precision_state(new_state.opt_state)
         return new_state, StepInfo(
             step=new_state.step,
             loss=output.loss,
@@ -426,14 +250,95 @@ def make_train_step(
             metrics=output.metrics,
         )
 
-    return jax.jit(step, donate_argnums=(0,) if donate else ())
+    def _gradients(
+        self, state: TrainState, batch: Any, loss_scale: Any
+    ) -> tuple[LossOutput, Any, Any]:
+        """Returns the loss, its gradients, and how large the operands of fp8 products were."""
+        spread, places = self.spread, self.spread.places(state.params)
+        rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
+        rng, model_state = spread.own_rng(rng), spread.own(state.model_state)
+        params = spread.own(state.params)
+
+        def loss_of(model_state: Any, rng: Any) -> Callable[..., Any]:
+            return spread.weighted(functools.partial(call_loss, self.loss_fn, model_state, rng))
+
+        weights = {}
+        if self.microbatches > 1:
+            full, part = _tree.cast_to_full(params), _microbatch.spec(batch, self.microbatches)
+            fun = loss_of(model_state, rng)
+            weights = quantized_weights(fun, self.policy, state.fp8_state, full, part)
+
+        def grads_of(part: Any, model_state: Any, rng: Any) -> tuple[LossOutput, Any]:
+            grad_fn = checked_value_and_grad(
+                loss_of(model_state, rng),
+                self.policy,
+                has_aux=True,
+                loss_scale=loss_scale,
+                fp8_state=state.fp8_state,
+                weights=weights,
+                places=places,
+            )
+            (loss, output), grads, *seen = grad_fn(params, part)
+            grads = spread.part(grads, state.params)
+            new_model_state = _tree.like(output.model_state, model_state)
+            output = _tree.replace_state(output, loss=loss, model_state=new_model_state)
+            return output, (grads, seen)
+
+        # Of what was seen, the mean over microbatches has the same largest numbers.
+        meters = [new_meters(state.fp8_state)] if state.fp8_state is not None else []
+        output, (grads, seen) = _microbatch.accumulate(
+            grads_of,
+            (state.params, meters),
+            batch,
+            model_state,
+            rng,
+            microbatches=self.microbatches,
+            zeros=spread.zeros,
+        )
+        return spread.agreed(output, grads, seen, state.params)
+
+    def _updated(
+        self, state: TrainState, output: LossOutput, grads: Any, new_values: Any, seen: Any
+    ) -> TrainState:
+        """Returns the next state; but for counters and loss scale, the old one if it is skipped."""
+        extra_args = self.spread.update_arguments()
+        if self.pass_value:
+            extra_args["value"] = output.loss
+        updates, opt_state = self.tx.update(grads, state.opt_state, state.params, **extra_args)
+        finite = get_mixed_precision_state(opt_state).finite
+        overwrite = functools.partial(_overwritten, finite)
+        params = apply_updates(state.params, updates)
+        params = _tree.map_overwritten(overwrite, params, state.params, new_values)
+        fp8_state = state.fp8_state
+        if fp8_state is not None:
+            fp8_state = update_state(fp8_state, seen[0], finite)
+        ema_params = None
+        if self.ema_decay is not None:
+            full = full_weights(opt_state, params)
+            ema_params = _updated_ema(finite, self.ema_decay, state.ema_params, full)
+        return TrainState(
+            step=state.step + jnp.int32(1),
+            params=params,
+            opt_state=opt_state,
+            model_state=_tree.select_tree(finite, output.model_state, state.model_state),
+            rng=state.rng,
+            ema_params=ema_params,
+            fp8_state=fp8_state,
+        )
 
 
 def _global_norm(grads: Any) -> jax.Array:
     """Returns the global 2-norm of the float and complex leaves: f32[]."""
     leaves = [leaf for leaf in jax.tree.leaves(grads) if has_gradient(dtype_of(leaf))]
-    squares = [jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32) for leaf in leaves]
+    squares = [_sum_of_squares(leaf) for leaf in leaves]
     return jnp.sqrt(functools.reduce(jnp.add, squares))
+
+
+def _sum_of_squares(leaf: jax.Array) -> jax.Array:
+    square = jnp.sum(jnp.real(leaf * jnp.conj(leaf))).astype(jnp.float32)
+    # In a shard_map a gradient that differs between devices is one part of a whole.
+    parts = tuple(sorted(varying(leaf)))
+    return lax.psum(square, parts) if parts else square
 
 
 def _updated_ema(finite: jax.Array, decay: float, ema: Any, params: Any) -> Any:

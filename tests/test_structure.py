@@ -12,7 +12,7 @@ import pytest
 import jaxmp
 import jaxmp.checkpoint
 import jaxmp.optim
-from jaxmp import fp8, linen, nnx
+from jaxmp import fp8, linen, nnx, sharding
 
 PACKAGE = Path(jaxmp.__file__).parent
 
@@ -31,6 +31,8 @@ LAYERS = {
     "_rebind": 1,
     "_dataflow": 1,
     "_widen": 1,
+    "_mapped": 1,
+    "_placement": 1,
     "_product": 2,
     "_product_lowering": 2,
     "fp8": 2,
@@ -43,6 +45,9 @@ LAYERS = {
     "_microbatch": 4,
     "_manifest": 4,
     "checkpoint": 4,
+    "sharding": 4,
+    "_spread": 4,
+    "_gradients": 4,
     "train": 4,
     "audit": 5,
     "_modules": 5,
@@ -100,7 +105,7 @@ def test_public_names_are_exactly_all():
         name
         for name, value in vars(jaxmp).items()
         if not name.startswith("_")
-        and (not inspect.ismodule(value) or name in {"checkpoint", "fp8", "optim"})
+        and (not inspect.ismodule(value) or name in {"checkpoint", "fp8", "optim", "sharding"})
     }
     assert public == set(jaxmp.__all__)
 
@@ -109,7 +114,9 @@ def test_every_name_of_jmp_is_there():
     assert set(jmp.__all__) <= set(jaxmp.__all__)
 
 
-@pytest.mark.parametrize("module", [jaxmp, jaxmp.optim, jaxmp.checkpoint, fp8, linen, nnx])
+@pytest.mark.parametrize(
+    "module", [jaxmp, jaxmp.optim, jaxmp.checkpoint, fp8, linen, nnx, sharding]
+)
 def test_every_public_thing_has_a_docstring(module):
     for name in module.__all__:
         thing = getattr(module, name)

@@ -12,6 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxmp import _tree
 from jaxmp._dtypes import HALF_DTYPES, dtype_name
 from jaxmp._jaxpr import open_jaxpr
+from jaxmp._placement import Placement
 from jaxmp.autocast._interpret import Interpreter, given
 from jaxmp.autocast._lookahead import OUTPUT
 from jaxmp.autocast._metered import Metered
@@ -55,35 +56,39 @@ def autocast(
         >>> result.dtype, result.tolist()  # 1.001 is 1 in bf16
         (dtype('float32'), [[2.0, 2.0]])
     """
-    return _autocast(fun, get_policy(policy), is_trained=False)
-
-
-def autocast_loss(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
-    """`autocast` for what is trained: with a warning if a recipe takes no matmul of it.
-
-    Where a model is initialized, or run with a batch of one, that is as it should be.
-    """
-    return _autocast(fun, policy, is_trained=True)
-
-
-def _autocast(fun: Callable[..., Any], policy: Policy, *, is_trained: bool) -> Callable[..., Any]:
+    policy = get_policy(policy)
     check_runnable(policy)
     if not policy.compute_dtypes() & HALF_DTYPES:
         return _as_it_is(fun)
-    return rewritten(fun, policy, is_trained=is_trained)
+    return rewritten(fun, policy)
 
 
-def rewritten(
-    fun: Callable[..., Any], policy: Policy, *, is_trained: bool = False
+def autocast_loss(
+    fun: Callable[..., Any], policy: Policy, places: Sequence[Placement | None] = ()
 ) -> Callable[..., Any]:
+    """`autocast` for what is trained: with a warning if a recipe takes no matmul of it.
+
+    Where a model is initialized, or run with a batch of one, that is as it should be.
+
+    Args:
+        fun: see `autocast`.
+        policy: a policy.
+        places: where the first leaves among the arguments lie on a mesh.
+    """
+    check_runnable(policy)
+    if not policy.compute_dtypes() & HALF_DTYPES and not any(places):
+        return _as_it_is(fun)
+    return _computed_by(functools.partial(_run, policy, True, tuple(places)), fun)
+
+
+def rewritten(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
     """`autocast` for a function that may have policies of its own inside.
 
     Args:
         fun: see `autocast`.
         policy: which has a half dtype.
-        is_trained: whether a recipe that takes no matmul is warned of.
     """
-    return _computed_by(functools.partial(_run, policy, is_trained), fun)
+    return _computed_by(functools.partial(_run, policy, False, ()), fun)
 
 
 def with_given(
@@ -102,7 +107,7 @@ def with_given(
         every: whether meters count all numbers, and not just the largest.
     """
 
-    def run(traced: Any, arrays: Sequence[Any], _names: Sequence[str]) -> list[Any]:
+    def run(traced: Any, arrays: Sequence[Any], _leaves: Any) -> list[Any]:
         jaxpr = open_jaxpr(traced)
         sites = find_sites(jaxpr)
         if state is not None:
@@ -120,7 +125,7 @@ def sites_of(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Site]:
     """
     found: list[Site] = []
 
-    def run(traced: Any, arrays: Sequence[Any], _names: Sequence[str]) -> list[Any]:
+    def run(traced: Any, arrays: Sequence[Any], _leaves: Any) -> list[Any]:
         jaxpr = open_jaxpr(traced)
         found.extend(find_sites(jaxpr))
         return list(jaxpr_as_fun(traced)(*arrays))
@@ -149,7 +154,8 @@ def _computed_by(compute: Callable[..., list[Any]], fun: Callable[..., Any]) -> 
     """Returns a function that is traced, and computed of the trace.
 
     Args:
-        compute: of the trace, the arrays among the arguments and their names.
+        compute: of the trace, the arrays among the arguments, and their positions among the leaves
+            and names.
         fun: what is traced. What is no array, among arguments and results, stays what it is.
     """
 
@@ -172,7 +178,7 @@ def _computed_by(compute: Callable[..., list[Any]], fun: Callable[..., Any]) -> 
         traced = jax.make_jaxpr(flat)(*arrays)
         trees = (*args, *kwargs.values())
         leaf_names = [name for tree in trees for name in _tree.leaf_names(tree)]
-        results = iter(compute(traced, arrays, [leaf_names[i] for i in places]))
+        results = iter(compute(traced, arrays, [(i, leaf_names[i]) for i in places]))
         out_tree, others = kept
         return out_tree.unflatten([next(results) if other is None else other for other in others])
 
@@ -202,13 +208,22 @@ def check_runnable(policy: Policy) -> None:
 
 
 def _run(
-    policy: Policy, is_trained: bool, traced: Any, arrays: Sequence[Any], names: Sequence[str]
+    policy: Policy,
+    is_trained: bool,
+    places: Sequence[Placement | None],
+    traced: Any,
+    arrays: Sequence[Any],
+    leaves: Sequence[tuple[int, str]],
 ) -> list[Any]:
     """Computes a trace in mixed precision, with results in the dtypes that it has."""
+    known, names = dict(enumerate(places)), [name for _, name in leaves]
     interpreter, region = Interpreter(), Region(runnable(policy))
     jaxpr = open_jaxpr(traced)
     uses = interpreter.lookahead.uses(jaxpr, [OUTPUT] * len(jaxpr.outvars), region)
-    args = [_argument(array, name, policy) for array, name in zip(arrays, names, strict=True)]
+    args = [
+        _argument(array, name, policy, known.get(position))
+        for array, (position, name) in zip(arrays, leaves, strict=True)
+    ]
     with autocast_scope():
         results = interpreter.run(jaxpr, traced.consts, args, uses, region)
         outputs = [
@@ -222,13 +237,13 @@ def _run(
     return outputs
 
 
-def _argument(array: Any, name: str, policy: Policy) -> Value:
+def _argument(array: Any, name: str, policy: Policy, place: Placement | None) -> Value:
     value = given(array)
-    if value.state != GIVEN or not policy.rules:
+    if value.state != GIVEN:
         return value
-    own = policy.for_path(name)
-    is_ruled = own != policy.for_path("")
-    return Value(array, GIVEN._replace(policy=own)) if is_ruled else value
+    own = policy.for_path(name) if policy.rules else None
+    is_ruled = own is not None and own != policy.for_path("")
+    return Value(array, GIVEN._replace(policy=own if is_ruled else None, place=place))
 
 
 def _warn_of_unused_rules(policy: Policy, paths: set[str]) -> None:

@@ -13,7 +13,9 @@ from jaxmp._rebind import evaluate, in_place_of, shard_map_arguments, with_jaxpr
 from jaxmp.autocast import _custom_rules
 from jaxmp.autocast._call import Call
 from jaxmp.autocast._lookahead import DELICATE, Uses, accumulators, is_island
+from jaxmp.autocast._places import of_turn, recomputed, stacked, without_place
 from jaxmp.autocast._region import Region
+from jaxmp.autocast._sites import consts_of_scan
 from jaxmp.autocast._values import FULL, Kind, State, Value, as_written, join, values_of
 from jaxmp.matmul import remat_policy
 
@@ -74,6 +76,7 @@ _known_policy = functools.lru_cache(maxsize=1024)(remat_policy)
 
 
 def _remat(call: Call) -> list[Value]:
+    call = dataclasses.replace(call, args=list(map(recomputed, call.args)))
     policy = call.eqn.params.get("policy")
     if policy is None:
         return _call(call)
@@ -84,7 +87,12 @@ def _remat(call: Call) -> list[Value]:
 def _scan(call: Call) -> list[Value]:
     (inner,) = inner_jaxprs(call.eqn)
     (outputs,) = call.inner_outputs()
-    args, closed, states = _fixed(call, inner, outputs)
+    carries = len(inner.carries)
+    same = consts_of_scan(call.eqn, inner) + carries
+    args = [recomputed(arg, is_recomputed=False) for arg in call.args]
+    turned = dataclasses.replace(call, args=[*args[:same], *map(of_turn, args[same:])])
+    args, closed, states = _fixed(turned, inner, outputs)
+    states = [*states[:carries], *map(stacked, states[carries:])]
     return _bind(with_jaxprs(call.eqn, [closed]), args, states)
 
 
@@ -134,6 +142,7 @@ def _cond(call: Call) -> list[Value]:
 
 
 def _shard_map(call: Call) -> list[Value]:
+    call = dataclasses.replace(call, args=list(map(without_place, call.args)))
     (inner,) = inner_jaxprs(call.eqn)
     uses = call.interpreter.lookahead.uses(inner.jaxpr, call.wanted, call.region)
     fun = call.interpreter.function(inner, call.entering, uses, call.region)

@@ -32,6 +32,7 @@ from jaxmp.autocast._lookahead import (
     is_stored_narrow,
 )
 from jaxmp.autocast._pick import gather_of, scatter_of
+from jaxmp.autocast._places import gathered, place_of, placed
 from jaxmp.autocast._pool import pool_of
 from jaxmp.autocast._recipe_use import RecipeUse
 from jaxmp.autocast._region import Region, inside
@@ -170,9 +171,10 @@ class Interpreter:
         if inner_jaxprs(eqn):
             results = _control_flow.call(self, eqn, args, uses, region)
         elif eqn.primitive.name == "convert_element_type":
-            results = _cast(eqn, args[0])
+            results = placed(eqn, args, _cast(eqn, args[0]))
         else:
             results = self._operation(eqn, args, uses, region)
+            results = placed(eqn, args, results)
         return [
             _narrowed_at_birth(value, uses.of_var.get(var, 0), region)
             for var, value in zip(eqn.outvars, results, strict=True)
@@ -241,6 +243,8 @@ class Interpreter:
         is_selection = id(eqn) in uses.selections and FULL in states
         is_exact = is_selection or _is_angle(states, uses.of(eqn))
         if is_full or (kind == _rules.LOW and is_exact):
+            if eqn.primitive.name in PLAIN_PRODUCTS and any(map(place_of, args)):
+                return [_exact_product(eqn, args, states, policy)]
             is_plain = region.is_full or policy.compute_dtype == FLOAT32
             compute = evaluate if is_plain else _slim
             return _in_dtype(eqn, args, FLOAT32, full_of(states), compute)
@@ -436,6 +440,22 @@ def _roles(args: Sequence[Value]) -> tuple[str, str]:
     return ("w", "x") if left and not right else ("x", "w")
 
 
+def _exact_product(
+    eqn: JaxprEqn, args: Sequence[Value], states: Sequence[State], policy: Policy
+) -> Value:
+    """Computes a matmul or convolution in f32, of weights that are gathered for it."""
+    extras = gathered(args, FLOAT32)
+    dtypes = Dtypes(FLOAT32, FLOAT32, FLOAT32, roles=_roles(args), **_on_mesh(args, policy))
+    dtypes, arrays = dtypes._replace(extras=tuple(extras)), [arg.cast(FLOAT32) for arg in args]
+    return Value(product_of(eqn, dtypes, arrays, *extras.values()), full_of(states))
+
+
+def _on_mesh(args: Sequence[Value], policy: Policy) -> dict[str, Any]:
+    """Returns the parts of `Dtypes` that are about several devices."""
+    left, right = map(place_of, args[:2])
+    return {"places": (left, right), "reduce_dtype": policy.reduce_dtype}
+
+
 def _product(eqn: JaxprEqn, args: Sequence[Value], uses: int, policy: Policy) -> Value:
     """Computes a matmul or convolution with operands in the compute dtype.
 
@@ -453,7 +473,17 @@ def _product(eqn: JaxprEqn, args: Sequence[Value], uses: int, policy: Policy) ->
     wide = keeps_float32 or _rules.asks_for_float32(eqn) or (is_island(uses) and uses & OUTPUT)
     out_dtype = FLOAT32 if wide else dtype
     recipe = get_recipe(policy.recipe)
-    dtypes = Dtypes(dtype, policy.accum_dtype, out_dtype, recipe, _roles(args))
-    result = Value(product_of(eqn, dtypes, arrays), FULL if wide else narrow(dtype))
+    extras = {} if recipe is not None else gathered(args, dtype)
+    dtypes = Dtypes(
+        dtype,
+        policy.accum_dtype,
+        out_dtype,
+        recipe,
+        _roles(args),
+        extras=tuple(extras),
+        **_on_mesh(args, policy),
+    )
+    product = product_of(eqn, dtypes, arrays, *extras.values())
+    result = Value(product, FULL if wide else narrow(dtype))
     # An island begins here: widened once, for all that use it, whatever calls they are in.
     return result.held_as(FULL) if is_island(uses) else result

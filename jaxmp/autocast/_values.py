@@ -13,6 +13,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._dtypes import FLOAT32, HALF_DTYPES, is_real_float
 from jaxmp._jaxpr import aval_of, dtype_of_var
+from jaxmp._placement import Placement
 from jaxmp._rebind import evaluate
 from jaxmp.policy import Policy
 
@@ -41,11 +42,13 @@ class State(NamedTuple):
         kind: why it has its dtype.
         dtype: f16, bf16 or f32.
         policy: of the rule that is found in the path of the argument it is.
+        place: of a weight on a mesh.
     """
 
     kind: Kind
     dtype: np.dtype = FLOAT32
     policy: Policy | None = None
+    place: Placement | None = None
 
 
 GIVEN, DATA, PURE, FULL = map(State, (Kind.GIVEN, Kind.DATA, Kind.PURE, Kind.FULL))
@@ -109,11 +112,12 @@ def join(a: State | None, b: State | None) -> State | None:
 class Value:
     """An array, the state it is held in, and its casts, so that each is made once."""
 
-    __slots__ = ("_casts", "array", "state")
+    __slots__ = ("_casts", "_gathered", "array", "state")
 
     def __init__(self, array: Any, state: State | None) -> None:
         self.array, self.state = array, state
         self._casts: dict[np.dtype, Any] = {}
+        self._gathered: dict[np.dtype, Any] = {}
 
     def cast(self, dtype: np.dtype) -> Any:
         """Returns the array in another float dtype."""
@@ -122,6 +126,13 @@ class Value:
         if dtype not in self._casts:
             self._casts[dtype] = cast(self.array, dtype)
         return self._casts[dtype]
+
+    def gathered(self, dtype: np.dtype) -> Any:
+        """Returns a constant: the array in a dtype, where its place has it gathered."""
+        if dtype not in self._gathered and self.state is not None and self.state.place is not None:
+            narrow = lax.convert_element_type(lax.stop_gradient(self.array), dtype)
+            self._gathered[dtype] = self.state.place.gather(narrow)
+        return self._gathered[dtype]
 
     def settle(self, state: State) -> None:
         """Holds the value in another state from now on."""

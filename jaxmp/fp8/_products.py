@@ -10,9 +10,17 @@ import numpy as np
 from jax import lax
 
 from jaxmp._dtypes import BFLOAT16, FLOAT32
+from jaxmp._placement import Placement
 from jaxmp._product import Dtypes, Route
 from jaxmp.fp8._blocks import quantize_blocks
 from jaxmp.fp8._quantize import Quantized, dequantize, repeated
+
+
+def gathered(quantized: Quantized, place: Placement | None) -> Quantized:
+    """Returns an operand whose codes are sent between devices, if it has a place on a mesh."""
+    if place is None:
+        return quantized
+    return quantized._replace(codes=place.gather(quantized.codes))
 
 
 def scaled_product(
@@ -64,15 +72,16 @@ def block_product(
         dtypes: of the result, and what each operand is.
         route: how the platform multiplies.
     """
-    matrices, shape = [], []
-    for operand, axes in zip(operands, dimension_numbers[0], strict=True):
+    blocks, shape = [], []
+    sides = zip(operands, dtypes.roles, dimension_numbers[0], dtypes.places, strict=True)
+    for operand, role, axes, place in sides:
         free = [axis for axis in range(operand.ndim) if axis not in axes]
         shape += [operand.shape[axis] for axis in free]
-        rows = math.prod(operand.shape[axis] for axis in free)
-        matrices.append(lax.transpose(operand, (*free, *axes)).reshape(rows, -1))
-    left, right = (
-        _in_blocks(fmt, matrix, role) for matrix, role in zip(matrices, dtypes.roles, strict=True)
-    )
+        ordered = lax.transpose(operand, (*free, *axes))
+        matrix = ordered.reshape(math.prod(ordered.shape[: len(free)]), -1)
+        at = place and place.transposed((*free, *axes)).reshaped(ordered.shape, matrix.shape)
+        blocks.append(gathered(_in_blocks(fmt, matrix, role), at))
+    left, right = blocks
     scales = [x.tensor_scale for x in (left, right) if x.tensor_scale is not None]
     narrow = dtypes.out_dtype == BFLOAT16 and not scales
     asked = BFLOAT16 if narrow and dtypes.accum_dtype == FLOAT32 else dtypes.accum_dtype
@@ -80,9 +89,7 @@ def block_product(
         result = _block_scaled_dot(left, right, asked)
     else:
         # A code times its block's scale has at most eight significant bits.
-        wide = (
-            dequantize(blocks._replace(tensor_scale=None), BFLOAT16) for blocks in (left, right)
-        )
+        wide = (dequantize(each._replace(tensor_scale=None), BFLOAT16) for each in (left, right))
         result = route.dot(*wide, (((1,), (1,)), ((), ())), preferred_element_type=asked)
     if scales:
         result = result * lax.convert_element_type(math.prod(scales), result.dtype)

@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._errors import check_choice, check_count, did_you_mean
 from jaxmp._product import Dtypes, Route
 from jaxmp.fp8._formats import block_format, code_dtype
-from jaxmp.fp8._products import block_product, scaled_product
+from jaxmp.fp8._products import block_product, gathered, scaled_product
 from jaxmp.fp8._quantize import Quantized, quantize
 
 # What an operand is: activations, a weight, or a gradient. A state has scales in this order.
@@ -117,12 +117,15 @@ class _Scaling(Recipe):
     ) -> jax.Array:
         """Returns a product of two operands, and of what is given beside them."""
         given = dict(zip(dtypes.extras, operands[2:], strict=True))
-        sides = zip(operands[:2], dtypes.roles, dimension_numbers[0], strict=True)
+        sides = zip(operands[:2], dtypes.roles, dimension_numbers[0], dtypes.places, strict=True)
         left, right = (
-            Quantized(given["codes"], given["code_scale"])
-            if role == "w" and "codes" in given
-            else self.quantized(operand, role, axes, given.get("scales"))
-            for operand, role, axes in sides
+            gathered(
+                Quantized(given["codes"], given["code_scale"])
+                if role == "w" and "codes" in given
+                else self.quantized(operand, role, axes, given.get("scales")),
+                place,
+            )
+            for operand, role, axes, place in sides
         )
         return scaled_product(
             left, right, dimension_numbers, dtypes, route, exact=self._has_powers_of_two()

@@ -9,6 +9,7 @@ import optax
 
 from jaxmp import _tree
 from jaxmp._errors import bullet_list
+from jaxmp._mapped import all_of, as_axes
 from jaxmp.loss_scale import as_loss_scale, default_loss_scale
 from jaxmp.optim._checks import is_narrow, named_states, states_of
 from jaxmp.optim._kahan import KahanState
@@ -128,17 +129,32 @@ def mixed_precision(
         )
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, finite: Any = True, **extra_args: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        finite: Any = True,
+        axis_name: Any = None,
+        **extra_args: Any,
     ) -> tuple[Any, Any]:
         wanted = _all(_by_name(finite, state.loss_scale)) if several else finite
         chosen = with_masters if isinstance(state.inner_state, MasterWeightsState) else inner
         outcome = checked_update(
-            chosen, updates, state, params, finite=wanted, extra_args=extra_args
+            chosen,
+            updates,
+            state,
+            params,
+            finite=wanted,
+            axis_name=axis_name,
+            extra_args=extra_args,
         )
         if several:
-            loss_scale = {n: _adjusted(s, finite[n]) for n, s in state.loss_scale.items()}
+            loss_scale = {
+                name: _adjusted(each, all_of(jnp.asarray(finite[name]), as_axes(axis_name)))
+                for name, each in state.loss_scale.items()
+            }
         else:
-            loss_scale = _adjusted(state.loss_scale, outcome.finite & jnp.asarray(wanted))
+            loss_scale = _adjusted(state.loss_scale, outcome.finite)
         return outcome.updates, state._replace(loss_scale=loss_scale, **outcome.fields)
 
     return optax.GradientTransformationExtraArgs(init, update)

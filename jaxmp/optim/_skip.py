@@ -12,6 +12,7 @@ from jax import lax
 from jaxmp import _tree
 from jaxmp._dtypes import dtype_of, has_gradient, widened
 from jaxmp._errors import bullet_list
+from jaxmp._mapped import as_axes, check_axis_name, least_of_all
 from jaxmp.optim._checks import check_shapes, check_structure, inner_update
 from jaxmp.optim._gate import run_or_skip
 
@@ -90,10 +91,22 @@ def skip_nonfinite(tx: optax.GradientTransformation) -> optax.GradientTransforma
         return SkipNonfiniteState(_tree.strong(inner_state), **first_counters(params))
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, finite: Any = True, **extra_args: Any
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        finite: Any = True,
+        axis_name: Any = None,
+        **extra_args: Any,
     ) -> tuple[Any, Any]:
         outcome = checked_update(
-            inner, updates, state, params, finite=finite, extra_args=extra_args
+            inner,
+            updates,
+            state,
+            params,
+            finite=finite,
+            axis_name=axis_name,
+            extra_args=extra_args,
         )
         return outcome.updates, state._replace(**outcome.fields)
 
@@ -116,7 +129,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         updates: of all parameters; -0.0 if the step was skipped.
-        finite: bool[], whether all gradients were finite.
+        finite: bool[], whether all gradients were finite and the step was wanted.
         fields: those of the state that change.
     """
 
@@ -132,6 +145,7 @@ def checked_update(
     params: Any,
     *,
     finite: Any,
+    axis_name: Any,
     extra_args: dict[str, Any],
 ) -> Outcome:
     """Runs a wrapped transform if all gradients are finite, in f32, and counts.
@@ -142,13 +156,14 @@ def checked_update(
         state: has the fields of a `SkipNonfiniteState`.
         params: the parameters, or None.
         finite: bool[], false if the step is to be skipped in any case.
+        axis_name: the mapped axes over which devices skip alike.
         extra_args: for the transform.
     """
     check_structure(grads, params)
     grads = jax.tree.map(_tree.widen_leaf, grads)
+    finite = _as_flag(finite)
+    check_axis_name(axis_name, [finite, *_floats(grads)], "Gradients")
     nonfinite_leaf = _tree.first_nonfinite(grads, LARGEST_GRADIENT)
-    own = nonfinite_leaf == CLEAN
-    wanted = own & _as_flag(finite)
     leaves_like = grads if params is None else params
 
     def run(grads: Any, inner_state: Any, params: Any) -> tuple[Any, Any, jax.Array]:
@@ -168,30 +183,74 @@ def checked_update(
         passed = grads if same else jax.tree.map(minus_zeros, target)
         return _tree.like(passed, target), inner_state, jnp.bool_(False)
 
-    updates, inner_state, clean = run_or_skip(
-        wanted,
-        run,
-        skip,
+    args = (
         inexact_only(grads, leaves_like),
         state.inner_state,
         None if params is None else inexact_only(params, params),
     )
+    axes = as_axes(axis_name)
+    if axes:
+        # All devices run it and agree on what came of it, once.
+        updates, inner_state, clean = jax.jit(run)(*args)
+        verdict = _agreed(_verdict(nonfinite_leaf, finite, clean, updates), axes)
+        inner_state = _tree.select_tree(verdict.passes, inner_state, state.inner_state)
+    else:
+        wanted = (nonfinite_leaf == CLEAN) & finite
+        updates, inner_state, clean = run_or_skip(wanted, run, skip, *args)
+        verdict = _verdict(nonfinite_leaf, finite, clean, updates)
     # What the transform itself made NaN of finite gradients does not come through either. Counting
     # it holds nothing up: no update waits for all others.
-    passes = clean
-    clean = passes & _tree.all_finite(updates)
     updates = jax.tree.map(
-        lambda u: jnp.where(passes & jnp.isfinite(u), u, minus_zeros(u)), updates
+        lambda u: jnp.where(verdict.passes & jnp.isfinite(u), u, minus_zeros(u)), updates
     )
-    one, leaf = jnp.int32(1), jnp.where(own, jnp.int32(ELSEWHERE), nonfinite_leaf)
+    one, is_clean = jnp.int32(1), verdict.nonfinite_leaf == CLEAN
     fields = {
         "inner_state": inner_state,
-        "nonfinite_leaf": jnp.where(clean, jnp.int32(CLEAN), leaf),
+        "nonfinite_leaf": verdict.nonfinite_leaf,
         "step": state.step + one,
-        "skipped_steps": jnp.where(clean, state.skipped_steps, state.skipped_steps + one),
-        "skip_streak": jnp.where(clean, 0, state.skip_streak + one),
+        "skipped_steps": jnp.where(is_clean, state.skipped_steps, state.skipped_steps + one),
+        "skip_streak": jnp.where(is_clean, 0, state.skip_streak + one),
     }
-    return Outcome(fill_updates(updates, leaves_like), own, fields)
+    return Outcome(fill_updates(updates, leaves_like), verdict.finite, fields)
+
+
+class _Verdict(NamedTuple):
+    """What is made of a step.
+
+    Attributes:
+        finite: bool[], whether the gradients are finite and the step is wanted.
+        passes: bool[], whether the new state of the transform takes the place of the old one.
+        nonfinite_leaf: i32[], see `SkipNonfiniteState`.
+    """
+
+    finite: jax.Array
+    passes: jax.Array
+    nonfinite_leaf: jax.Array
+
+
+def _verdict(leaf: jax.Array, finite: jax.Array, clean: jax.Array, updates: Any) -> _Verdict:
+    own = leaf == CLEAN
+    passes = own & finite & clean
+    is_clean = passes & _tree.all_finite(updates)
+    reason = jnp.where(own, jnp.int32(ELSEWHERE), leaf)
+    return _Verdict(own & finite, passes, jnp.where(is_clean, jnp.int32(CLEAN), reason))
+
+
+def _agreed(verdict: _Verdict, axes: tuple[str, ...]) -> _Verdict:
+    """Returns the worst verdict of all devices, in one number for one exchange."""
+    leaf = verdict.nonfinite_leaf
+    # From bad to good: the first gradient, a step not wanted, a state or an update not finite.
+    elsewhere = jnp.where(verdict.finite, jnp.where(verdict.passes, 2, 1), 0)
+    last = jnp.int32(np.iinfo(np.int32).max - 3)
+    rank = jnp.where(leaf == CLEAN, last + 3, jnp.where(leaf == ELSEWHERE, last + elsewhere, leaf))
+    rank = least_of_all(rank.astype(jnp.int32), axes)
+    leaf = jnp.where(rank < last, rank, jnp.int32(ELSEWHERE))
+    leaf = jnp.where(rank == last + 3, jnp.int32(CLEAN), leaf)
+    return _Verdict(rank > last, rank > last + 1, leaf)
+
+
+def _floats(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree) if has_gradient(dtype_of(leaf))]
 
 
 def _as_flag(finite: Any) -> jax.Array:

@@ -1,0 +1,143 @@
+"""Values that differ between devices, inside of shard_map and pmap."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._dtypes import FLOAT16, dtype_of, is_real_float
+
+Axes = tuple[str, ...]
+
+
+def as_axes(axis_name: Any) -> Axes:
+    """Returns the names of one axis, of several or of none."""
+    if axis_name is None:
+        return ()
+    return (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+
+
+def mapped_axes() -> Axes:
+    """Returns the axes of a mesh over which what is traced now runs once for each device."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def varying(value: Any) -> frozenset[str]:
+    """Returns the mapped axes over which a value differs, as far as its type says."""
+    aval: Any = jax.typeof(value)
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(getattr(aval, "vma", None) or getattr(manual, "varying", None) or ())
+
+
+def is_tracked(axes: Axes) -> bool:
+    """Whether types say what differs: in shard_map, unless check_vma is off; not in pmap."""
+    return bool(axes) and bool(varying(lax.axis_index(axes[0])))
+
+
+def differing(values: Sequence[Any]) -> frozenset[str]:
+    """Returns the mapped axes over which any of several values may differ."""
+    mapped = mapped_axes()
+    if not mapped:
+        return frozenset()
+    if not is_tracked(mapped):
+        return frozenset(mapped)
+    return frozenset[str]().union(*map(varying, values))
+
+
+def check_axis_name(axis_name: Any, values: Sequence[Any], what: str) -> None:
+    """Raises ValueError if values may differ over axes of a mesh that nobody named.
+
+    Args:
+        axis_name: what the user gave: a name, several, or None.
+        values: arrays that are to be the same on all devices in the end.
+        what: they are, for the message.
+    """
+    mapped = mapped_axes()
+    unknown = [axis for axis in as_axes(axis_name) if axis not in mapped]
+    if unknown:
+        where = f"those mapped here are {_names(mapped)}" if mapped else "no axis is mapped here"
+        raise ValueError(
+            f"There is no mapped axis {unknown[0]!r}: {where}. Name the axes of the shard_map or "
+            "pmap around, and none in jit alone."
+        )
+    if axis_name is not None and not is_tracked(mapped):
+        return
+    missing = sorted(differing(values) - set(as_axes(axis_name)))
+    if missing:
+        named = missing[0] if len(missing) == 1 else tuple(missing)
+        raise ValueError(
+            f"{what} may differ between devices along {_names(missing)}, mapped by a shard_map or "
+            f"pmap around, and each device would decide for itself. Give axis_name={named!r}; or "
+            "axis_name=() if they are the same on all devices already."
+        )
+
+
+def _names(axes: Sequence[str]) -> str:
+    return ", ".join(map(repr, axes))
+
+
+def vary(value: Any, axes: Axes) -> Any:
+    """Returns a value of the type that differs over axes."""
+    missing = tuple(sorted(set(axes) - varying(value)))
+    return lax.pcast(value, missing, to="varying") if missing and is_tracked(missing) else value
+
+
+def axis_size(axes: Axes) -> int:
+    """Returns how many devices are along axes."""
+    return math.prod(lax.axis_size(axis) for axis in axes)
+
+
+def least_of_all(number: jax.Array, axes: Axes) -> jax.Array:
+    """Returns the least that any device has, as far as they may differ: i32[]."""
+    if is_tracked(axes):
+        axes = tuple(axis for axis in axes if axis in varying(number))
+    return lax.pmin(number, axes) if axes else number
+
+
+def all_of(flag: jax.Array, axes: Axes) -> jax.Array:
+    """Returns whether a flag is true on all devices: bool[]."""
+    return least_of_all(flag.astype(jnp.int32), axes) == 1
+
+
+def reduced(grad: jax.Array, axes: Axes, dtype: Any, *, scatter_axis: int | None = None) -> Any:
+    """Returns the sum of gradients over devices, in their dtype, reduced in another.
+
+    In f16 they are multiplied by the power of two with which the sum of the largest stays in range
+    whatever the others are, and divided by it after, so that neither their size nor the number of
+    devices makes them overflow or vanish.
+
+    Args:
+        grad: of this device.
+        axes: over which to sum.
+        dtype: of what is sent and added, if it is narrower than the gradient.
+        scatter_axis: of the gradient, of which each device keeps its own part; None: all.
+    """
+    if not axes:
+        return grad
+    if not is_real_float(dtype_of(grad)) or dtype.itemsize >= grad.dtype.itemsize:
+        return _summed(grad, axes, scatter_axis)
+    if dtype != FLOAT16:
+        return _summed(grad.astype(dtype), axes, scatter_axis).astype(grad.dtype)
+    factor = _into_range(grad, axes)
+    total = _summed((grad * factor).astype(dtype), axes, scatter_axis)
+    return total.astype(grad.dtype) / factor
+
+
+def _summed(x: jax.Array, axes: Axes, scatter_axis: int | None) -> jax.Array:
+    if scatter_axis is None:
+        return lax.psum(x, axes)
+    return lax.psum_scatter(x, axes, scatter_dimension=scatter_axis, tiled=True)
+
+
+def _into_range(grad: jax.Array, axes: Axes) -> jax.Array:
+    """Returns the power of two by which the largest number becomes at most 2^15 / devices."""
+    largest = lax.pmax(jnp.max(jnp.abs(grad), initial=0), axes)
+    _, exponent = jnp.frexp(largest)
+    room = 15 - math.ceil(math.log2(axis_size(axes)))
+    # Infinite and NaN gradients stay what they are; a factor that is no normal number would not.
+    shift = jnp.clip(room - exponent, -126, 126)
+    factor = jnp.ldexp(jnp.ones((), grad.dtype), shift)
+    return jnp.where(jnp.isfinite(largest) & (largest > 0), factor, 1)

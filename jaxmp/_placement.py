@@ -1,0 +1,178 @@
+"""Where a weight lies on a mesh: sharded where it is stored, gathered where it is multiplied."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import JaxprEqn
+from jax.sharding import NamedSharding, PartitionSpec
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How one array is sharded, and over which axes it is gathered before a product.
+
+    Attributes:
+        mesh: with automatic axes.
+        spec: for each dimension the mesh axes that it is sharded over.
+        batch_axes: the mesh axes that the batch is sharded over: a product has all of the weight
+            along these, and its own part along the others.
+        regather: whether a backward pass gathers again, so that nothing is kept for it.
+        is_recomputed: whether it is multiplied in what `jax.checkpoint` recomputes anyway.
+    """
+
+    mesh: Any
+    spec: tuple[Axes, ...]
+    batch_axes: Axes
+    regather: bool = True
+    is_recomputed: bool = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether both passes multiply by one gathered array."""
+        return self.is_recomputed or not self.regather
+
+    def with_spec(self, spec: Sequence[Axes]) -> "Placement":
+        """Returns the placement of an array that is made of this one."""
+        return dataclasses.replace(self, spec=tuple(spec))
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Returns an array with all of it along the batch axes, sent as it is.
+
+        Both ends are constraints: with one, the partitioner may gather what it was computed of.
+        """
+        whole = tuple(tuple(a for a in axes if a not in self.batch_axes) for axes in self.spec)
+        return self._constrained(self.scatter(x), whole)
+
+    def scatter(self, x: jax.Array) -> jax.Array:
+        """Returns an array as it is stored: sums over devices end in their own part of it."""
+        return self._constrained(x, self.spec)
+
+    def _constrained(self, x: jax.Array, spec: Sequence[Axes]) -> jax.Array:
+        places = PartitionSpec(*(axes or None for axes in spec))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, places))
+
+    def moved(self, eqn: JaxprEqn) -> "Placement | None":
+        """Returns the placement of what a shape operation makes of an array; None if none fits."""
+        rule = _RULES.get(eqn.primitive.name)
+        if rule is None or len(eqn.outvars) != 1:
+            return None
+        spec = rule(self, eqn.params, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+        return None if spec is None else self.with_spec(spec)
+
+    def transposed(self, permutation: Sequence[int]) -> "Placement":
+        """Returns the placement of a transposed array."""
+        return self.with_spec([self.spec[i] for i in permutation])
+
+    def reshaped(self, before: Sequence[int], after: Sequence[int]) -> "Placement | None":
+        """Returns the placement of a reshaped array; None if none fits."""
+        spec = _reshaped(self, {}, before, after)
+        return None if spec is None else self.with_spec(spec)
+
+    def recomputed(self, is_recomputed: bool = True) -> "Placement":
+        """Returns the placement within what is recomputed, or within a loop, which is not."""
+        return dataclasses.replace(self, is_recomputed=is_recomputed)
+
+    def of_turn(self) -> "Placement | None":
+        """Returns the placement of what a scan takes of a stacked array in each turn."""
+        return None if not self.spec or self.spec[0] else self.with_spec(self.spec[1:])
+
+    def stacked(self) -> "Placement":
+        """Returns the placement of a stack of arrays like this one."""
+        return self.with_spec(((), *self.spec))
+
+    def parts(self, axes: Axes) -> int:
+        """Returns into how many parts a dimension is cut that is sharded over mesh axes."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+_Spec = Sequence[Axes] | None
+
+
+def _same(place: Placement, _params: Any, _before: Any, _after: Any) -> _Spec:
+    return place.spec
+
+
+def _transposed(place: Placement, params: Any, _before: Any, _after: Any) -> _Spec:
+    return place.transposed(params["permutation"]).spec
+
+
+def _squeezed(place: Placement, params: Any, before: Sequence[int], _after: Any) -> _Spec:
+    gone = {i % len(before) for i in params["dimensions"]}
+    return [axes for i, axes in enumerate(place.spec) if i not in gone]
+
+
+def _broadcast(place: Placement, params: Any, before: Sequence[int], after: Sequence[int]) -> _Spec:
+    spec: list[Axes] = [()] * len(after)
+    for i, into in enumerate(params["broadcast_dimensions"]):
+        spec[into] = place.spec[i] if before[i] == after[into] else ()
+    return spec
+
+
+def _cut(place: Placement, _params: Any, before: Sequence[int], after: Sequence[int]) -> _Spec:
+    """Of slices: what is sharded must stay whole."""
+    is_whole = all(a == b or not axes for a, b, axes in zip(before, after, place.spec, strict=True))
+    return place.spec if is_whole else None
+
+
+def _reversed(place: Placement, params: Any, _before: Any, _after: Any) -> _Spec:
+    return None if any(place.spec[i] for i in params["dimensions"]) else place.spec
+
+
+def _reshaped(place: Placement, params: Any, before: Sequence[int], after: Sequence[int]) -> _Spec:
+    """Dimensions that are split or merged: what is sharded must be the first of its group."""
+    if params.get("dimensions") is not None:
+        return None
+    spec: list[Axes] = [()] * len(after)
+    for old, new in _groups(before, after):
+        sharded = [i for i in old if place.spec[i]]
+        if not sharded:
+            continue
+        large = [i for i in old if before[i] > 1]
+        targets = [i for i in new if after[i] > 1]
+        parts = place.parts(place.spec[sharded[0]])
+        if sharded != large[:1] or not targets or after[targets[0]] % parts:
+            return None
+        spec[targets[0]] = place.spec[sharded[0]]
+    return spec
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Returns the smallest runs of dimensions of two shapes that hold equally many elements."""
+    groups, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        old, new = [], []
+        left = right = 1
+        while True:
+            if i < len(before) and (left <= right or j == len(after)):
+                old.append(i)
+                left *= before[i]
+                i += 1
+            elif j < len(after):
+                new.append(j)
+                right *= after[j]
+                j += 1
+            else:
+                break
+            if left == right and (old and new):
+                break
+        groups.append((old, new))
+    return groups
+
+
+_Rule = Callable[[Placement, Any, Sequence[int], Sequence[int]], _Spec]
+
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(("convert_element_type", "copy", "copy_p", "name"), _same),
+    "transpose": _transposed,
+    "squeeze": _squeezed,
+    "broadcast_in_dim": _broadcast,
+    **dict.fromkeys(("slice", "dynamic_slice"), _cut),
+    "rev": _reversed,
+    "reshape": _reshaped,
+}

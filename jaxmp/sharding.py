@@ -1,0 +1,419 @@
+"""Training on a mesh: where parameters and batches lie, and what moves between devices."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxmp import _tree
+from jaxmp._dtypes import dtype_of, has_gradient, is_real_float
+from jaxmp._errors import did_you_mean
+from jaxmp._mapped import as_axes, check_axis_name, is_tracked, reduced, varying
+from jaxmp._placement import Axes, Placement
+from jaxmp.autocast._region import autocast_scope
+from jaxmp.policy import Policy, get_policy
+
+__all__ = ["Layout", "fsdp", "gather"]
+
+_EVERYWHERE = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """How parameters and batches are spread over a mesh, for `make_train_step(layout=...)`.
+
+    A parameter that is sharded over an axis of the batch is gathered where it is multiplied, in the
+    dtype it is multiplied in; its gradient is added up over the devices in the policy's
+    `reduce_dtype`, and each device keeps its own part of it, of the parameter and of the
+    optimizer's state (fully sharded data parallelism, ZeRO-3). Along other axes a product has its
+    own part of the parameter (tensor parallelism). A parameter that is sharded over no axis is on
+    every device (data parallelism).
+
+    Args:
+        mesh: a mesh; its axes become automatic ones.
+        specs: for each parameter a `PartitionSpec` or `NamedSharding`, as a tree of the structure
+            of the parameters or a prefix of it; by default all are on every device.
+        batch_axes: the axis or axes of the mesh that the batch is sharded over; may be left out if
+            there is one axis.
+        regather: whether the backward pass gathers parameters again where the forward pass is no
+            loop, so that no narrow copy of the model is kept; loops always do. With
+            `jax.checkpoint`, what is recomputed is gathered again.
+
+    Raises:
+        ValueError: if an axis is not one of the mesh, or if `batch_axes` is needed.
+
+    Example:
+        >>> mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+        >>> layout = Layout(mesh, {"w": jax.P("data"), "b": jax.P()})
+        >>> params = layout.place({"w": jnp.ones((16, 2)), "b": jnp.ones(2)})
+        >>> params["w"].sharding.spec
+        P('data',)
+    """
+
+    mesh: Any
+    specs: Any = _EVERYWHERE
+    _: dataclasses.KW_ONLY
+    batch_axes: Any = None
+    regather: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "mesh", _automatic(self.mesh))
+        object.__setattr__(self, "batch_axes", _batch_axes(self.mesh, self.batch_axes))
+        leaves = jax.tree.leaves(self.specs, is_leaf=_is_spec)
+        for spec in leaves:
+            for axes in _axes_of(spec):
+                _check_axes(self.mesh, axes)
+
+    def shardings(self, tree: Any, params: Any = None) -> Any:
+        """Returns a `NamedSharding` for each leaf of parameters, or of a state that holds some.
+
+        Args:
+            tree: parameters, an optimizer state, a `TrainState`: arrays or shapes. What has the
+                name and shape of a parameter lies as that; what has its name and other axes shares
+                those that come first; all else is on every device.
+            params: the parameters; by default `tree.params`, or `tree` if it has none.
+
+        Raises:
+            ValueError: if a parameter has fewer axes than its spec, or one that does not divide.
+        """
+        own = self._specs_by_name(getattr(tree, "params", tree) if params is None else params)
+
+        def leaf_fn(name: str, leaf: Any) -> NamedSharding:
+            shape, found = np.shape(leaf), _longest_suffix(name, own)
+            spec = () if found is None else _shared(self.mesh, *own[found], shape)
+            return NamedSharding(self.mesh, _partition_spec(spec))
+
+        return _tree.map_named(leaf_fn, tree)
+
+    def place(self, tree: Any, params: Any = None) -> Any:
+        """Puts parameters, or a state that holds some, where they belong; see `shardings`."""
+        return jax.device_put(tree, self.shardings(tree, params))
+
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Returns what a function makes, with each part made where it belongs.
+
+        So a state that no device could hold alone can be made.
+
+        Args:
+            make: returns parameters or a state; it is jitted.
+
+        Example:
+            >>> layout = Layout(jax.make_mesh((len(jax.devices()),), ("data",)))
+            >>> layout.create(lambda: {"w": jnp.zeros((16, 2))})["w"].shape
+            (16, 2)
+        """
+        return jax.jit(make, out_shardings=self.shardings(jax.eval_shape(make)))()
+
+    def place_batch(self, batch: Any) -> Any:
+        """Spreads a batch over the mesh, by its leading axis.
+
+        Args:
+            batch: a pytree of arrays; of several processes, each gives its own part.
+
+        Raises:
+            ValueError: if the leading axis does not divide.
+        """
+        self.check_batch(batch, jax.process_count())
+        sharding = self.batch_sharding()
+        return jax.tree.map(
+            lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), batch
+        )
+
+    def batch_sharding(self) -> NamedSharding:
+        """Returns the sharding of every leaf of a batch."""
+        return NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
+
+    def check_batch(self, batch: Any, processes: int = 1) -> None:
+        """Raises ValueError if a batch does not divide over the devices.
+
+        Args:
+            batch: a pytree of arrays.
+            processes: how many hold a part like this one.
+        """
+        parts = math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+
+        def leaf_fn(name: str, leaf: Any) -> None:
+            shape = np.shape(leaf)
+            if not shape or shape[0] * processes % parts:
+                raise ValueError(
+                    f"Batch leaf {name!r} has shape {shape}, whose leading axis does not divide "
+                    f"over the {parts} devices along {_names(self.batch_axes)}. Change the batch "
+                    "size, or drop or pad the last batch."
+                )
+
+        _tree.map_named(leaf_fn, batch)
+
+    def constrain(self, tree: Any, params: Any = None) -> Any:
+        """Returns a tree within a jitted function, laid out as `shardings` says."""
+        return lax.with_sharding_constraint(tree, self.shardings(tree, params))
+
+    def constrain_gradients(self, grads: Any, params: Any) -> Any:
+        """Returns gradients within a jitted function, each laid out as its parameter."""
+        shardings = self.shardings(grads, params)
+        return jax.tree.map(
+            lambda grad, sharding: (
+                lax.with_sharding_constraint(grad, sharding)
+                if has_gradient(dtype_of(grad))
+                else grad
+            ),
+            grads,
+            shardings,
+        )
+
+    def constrain_batch(self, batch: Any) -> Any:
+        """Returns a checked batch within a jitted function, spread over the mesh."""
+        self.check_batch(batch)
+        return lax.with_sharding_constraint(batch, self.batch_sharding())
+
+    def placements(self, params: Any) -> list[Placement | None]:
+        """Returns where each leaf of parameters lies; None for what has no gradient."""
+        own = self._specs_by_name(params)
+        return [
+            Placement(self.mesh, own[name][0], self.batch_axes, self.regather)
+            if has_gradient(dtype_of(leaf))
+            else None
+            for name, leaf in zip(_tree.leaf_names(params), jax.tree.leaves(params), strict=True)
+        ]
+
+    def _specs_by_name(self, params: Any) -> dict[str, tuple[tuple[Axes, ...], tuple[int, ...]]]:
+        """Returns the axes for each dimension of each parameter, and its shape."""
+        specs = jax.tree.leaves(_broadcast(self.specs, params), is_leaf=_is_spec)
+        leaves = zip(_tree.leaf_names(params), specs, jax.tree.leaves(params), strict=True)
+        return {
+            name: (_checked(self.mesh, name, spec, np.shape(leaf)), np.shape(leaf))
+            for name, spec, leaf in leaves
+        }
+
+
+def fsdp(
+    params: Any,
+    mesh: Mesh | AbstractMesh,
+    *,
+    batch_axes: Any = None,
+    shard_axes: Any = None,
+    specs: Any = _EVERYWHERE,
+    min_size: int = 2**14,
+    regather: bool = True,
+) -> Layout:
+    """Returns a layout that shards the largest axis that divides of every large parameter.
+
+    Args:
+        params: the parameters, or their shapes. Of three axes or more the first is taken only if no
+            other divides: it may be that of stacked layers.
+        mesh: a mesh.
+        batch_axes: see `Layout`.
+        shard_axes: the axes of the mesh that parameters are sharded over; those of the batch if
+            left out, a part of them to keep copies (as over the hosts of a cluster).
+        specs: what is sharded already, over other axes (tensor parallelism); see `Layout`.
+        min_size: elements below which a parameter stays on every device.
+        regather: see `Layout`.
+
+    Example:
+        >>> mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+        >>> layout = fsdp({"w": jnp.ones((256, 1024)), "b": jnp.ones(1024)}, mesh)
+        >>> layout.specs
+        {'b': P(), 'w': P(None, 'data')}
+    """
+    base = Layout(mesh, specs, batch_axes=batch_axes)
+    axes = base.batch_axes if shard_axes is None else as_axes(shard_axes)
+    _check_axes(base.mesh, axes)
+    parts = math.prod(base.mesh.shape[axis] for axis in axes)
+    own = base._specs_by_name(params)
+
+    def leaf_fn(name: str, leaf: Any) -> PartitionSpec:
+        spec, shape = own[name]
+        used = {axis for each in spec for axis in each}
+        free = [i for i, size in enumerate(shape) if not spec[i] and size % parts == 0 and size]
+        if used & set(axes) or not free or math.prod(shape) < min_size:
+            return _partition_spec(spec)
+        last = [i for i in free if i or len(shape) < 3] or free
+        best = max(last, key=lambda i: shape[i])
+        return _partition_spec([axes if i == best else each for i, each in enumerate(spec)])
+
+    return Layout(
+        base.mesh,
+        _tree.map_named(leaf_fn, params),
+        batch_axes=base.batch_axes,
+        regather=regather,
+    )
+
+
+def _automatic(mesh: Any) -> Any:
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def _names(axes: Any) -> str:
+    return ", ".join(map(repr, axes))
+
+
+def _batch_axes(mesh: Any, axes: Any) -> Axes:
+    if axes is None:
+        if len(mesh.axis_names) != 1:
+            raise ValueError(
+                f"The mesh has the axes {_names(mesh.axis_names)}. Say which of them the batch is "
+                f"sharded over, such as batch_axes={mesh.axis_names[0]!r}."
+            )
+        return tuple(mesh.axis_names)
+    axes = as_axes(axes)
+    _check_axes(mesh, axes)
+    return axes
+
+
+def _check_axes(mesh: Any, axes: Axes) -> None:
+    for axis in axes:
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"The mesh has no axis {axis!r}; it has {_names(mesh.axis_names)}."
+                f"{did_you_mean(str(axis), mesh.axis_names)}"
+            )
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, PartitionSpec | NamedSharding)
+
+
+def _axes_of(spec: Any) -> Iterator[Axes]:
+    """Yields for each dimension of a spec the axes of the mesh."""
+    if not _is_spec(spec):
+        raise ValueError(
+            f"A spec is {spec!r}, but must be a jax.sharding.PartitionSpec or NamedSharding."
+        )
+    for axes in spec.spec if isinstance(spec, NamedSharding) else spec:
+        yield () if axes is None else as_axes(axes)
+
+
+def _partition_spec(spec: Any) -> PartitionSpec:
+    """Returns a spec as a compiled program gives it: nothing stands for the last axes."""
+    used = max((i + 1 for i, axes in enumerate(spec) if axes), default=0)
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in spec[:used]))
+
+
+def _broadcast(specs: Any, params: Any) -> Any:
+    try:
+        return jax.tree.broadcast(specs, params, is_leaf=_is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"The specs of a layout do not fit the parameters: {error}. Give a tree of the "
+            "structure of the parameters, or one spec for all."
+        ) from error
+
+
+def _checked(mesh: Any, name: str, spec: Any, shape: tuple[int, ...]) -> tuple[Axes, ...]:
+    """Returns the axes for each dimension of a parameter."""
+    axes = tuple(_axes_of(spec))
+    if len(axes) > len(shape):
+        raise ValueError(
+            f"Parameter {name!r} has shape {shape}, but its spec {spec} has {len(axes)} axes."
+        )
+    axes = axes + ((),) * (len(shape) - len(axes))
+    for size, each in zip(shape, axes, strict=True):
+        parts = math.prod(mesh.shape[axis] for axis in each)
+        if size % parts:
+            raise ValueError(
+                f"Parameter {name!r} has shape {shape}, of which an axis of {size} does not divide "
+                f"over the {parts} devices along {_names(each)}. Shard another axis, or none: "
+                "jaxmp.sharding.fsdp finds one that divides."
+            )
+    return axes
+
+
+def _longest_suffix(name: str, known: Any) -> str | None:
+    parts = name.split("/")
+    suffixes = ("/".join(parts[i:]) for i in range(len(parts)))
+    return next((suffix for suffix in suffixes if suffix in known), None)
+
+
+def _shared(
+    mesh: Any, spec: tuple[Axes, ...], like: tuple[int, ...], shape: tuple[int, ...]
+) -> list[Axes]:
+    """Returns the axes for what is kept of a parameter, which shares its first dimensions."""
+    shared: list[Axes] = []
+    for axes, before, after in zip(spec, like, shape, strict=False):
+        if before != after:
+            break
+        shared.append(axes)
+    return shared + [()] * (len(shape) - len(shared))
+
+
+def gather(
+    x: Any,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    policy: Policy | str = "mixed_bfloat16",
+) -> jax.Array:
+    """Returns all of a parameter of which each device has a part, within a `jax.shard_map`.
+
+    What is sent is in the policy's compute dtype. The gradient is added up in its `reduce_dtype`,
+    and each device keeps that of its own part, in the dtype of the parameter. Under
+    `jax.checkpoint` the backward pass gathers again, and nothing whole is kept.
+
+    Args:
+        x: this device's part: f32, bf16 or f16[...].
+        axis_name: the mapped axis or axes that it is cut over.
+        axis: of the parameter, along which it is cut.
+        policy: gives `compute_dtype` and `reduce_dtype`.
+
+    Returns:
+        All of it, in the dtype of `x`: numbers of the compute dtype.
+
+    Raises:
+        ValueError: outside of a `shard_map` with this axis, or in one that does not know which
+            values differ between devices (`check_vma=False`, `pmap`).
+
+    Example:
+        >>> mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+        >>> def local(w, x):
+        ...     return x @ gather(w, "data")
+        >>> specs = {"in_specs": (jax.P("data"), jax.P("data")), "out_specs": jax.P("data")}
+        >>> y = jax.shard_map(local, mesh=mesh, **specs)(jnp.ones((16, 2)), jnp.ones((8, 16)))
+        >>> y.shape
+        (8, 2)
+    """
+    policy, axes = get_policy(policy), as_axes(axis_name)
+    x = jnp.asarray(x)
+    check_axis_name(axes, [], "Parameters")
+    if not is_tracked(axes):
+        raise ValueError(
+            f"gather over {_names(axes)} needs a shard_map that knows which values differ between "
+            "devices, for the gradient: leave check_vma as it is, and use shard_map, not pmap."
+        )
+    if not set(axes) <= varying(x):
+        raise ValueError(
+            f"What is to be gathered over {_names(axes)} is the same on all devices there: give it "
+            "to the shard_map with a spec that cuts it."
+        )
+    with autocast_scope():
+        return _gathered(x, axes, axis, policy.compute_dtype, policy.reduce_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gathered(
+    x: jax.Array, axes: Axes, axis: int, compute_dtype: np.dtype, _reduce_dtype: np.dtype
+) -> jax.Array:
+    is_float = is_real_float(dtype_of(x))
+    narrow = x.astype(compute_dtype) if is_float else x
+    return lax.all_gather(narrow, axes, axis=axis, tiled=True).astype(x.dtype)
+
+
+def _forward(x: jax.Array, *how: Any) -> tuple[jax.Array, None]:
+    return _gathered(x, *how), None
+
+
+def _backward(
+    axes: Axes, axis: int, _dtype: np.dtype, reduce_dtype: np.dtype, _: None, grad: jax.Array
+) -> tuple[jax.Array]:
+    return (reduced(grad, axes, reduce_dtype, scatter_axis=axis),)
+
+
+_gathered.defvjp(_forward, _backward)
