@@ -12,11 +12,13 @@ from jaxmp import _tree
 from jaxmp._dtypes import FLOAT16, dtype_of, has_gradient
 from jaxmp._fp8_state import check_fp8_state
 from jaxmp._loss import check_loss
+from jaxmp._mapped import as_axes, check_axis_name, mean_gradient, mean_of, vary
 from jaxmp._placement import Placement
 from jaxmp.autocast import autocast_loss, with_given
 from jaxmp.fp8._state import Given, new_meters, scales_for, seen_without
 from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
 from jaxmp.policy import Policy, get_policy
+from jaxmp.sharding import Layout, check_one_of
 
 
 def value_and_grad(
@@ -27,6 +29,8 @@ def value_and_grad(
     has_aux: bool = False,
     loss_scale: Any = None,
     fp8_state: Any = None,
+    layout: Layout | None = None,
+    axis_name: str | Sequence[str] | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` under a policy: true f32 loss and gradients, whatever was computed in.
 
@@ -44,6 +48,10 @@ def value_and_grad(
         has_aux: whether `fun` returns a pair; `aux` has the dtypes that `fun` gives it.
         loss_scale: a loss scale, usually `get_loss_scale(opt_state)`; none if left out.
         fp8_state: what `init_fp8_state` or `fp8.update_state` gave, for delayed scaling.
+        layout: how what is differentiated lies on a mesh, for XLA to cut up; gradients lie alike.
+        axis_name: the mapped axis or axes of a `shard_map` or `pmap` around: the function is a mean
+            over this device's part of a batch, and the mean over devices of loss and gradients is
+            returned, reduced in the policy's `reduce_dtype`; `aux` stays that of the device.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or
@@ -53,7 +61,8 @@ def value_and_grad(
 
     Raises:
         ValueError: if the policy names a recipe that is not there, or one that needs an
-            `fp8_state`; when called, if the loss is no real scalar, if there is nothing to
+            `fp8_state`; if a `layout` is given for several arguments, or with an `axis_name`; when
+            called, if the loss is no real scalar, if there is nothing to
             differentiate, or if the `fp8_state` is of another function, policy or batch size.
 
     Warns:
@@ -77,7 +86,13 @@ def value_and_grad(
         )
     loss_scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
     check_fp8_state(policy, fp8_state)
-    return checked_value_and_grad(
+    check_one_of(layout, axis_name)
+    if layout is not None and isinstance(argnums, Sequence):
+        raise ValueError(
+            f"A layout is of one argument, but argnums is {argnums}: put what is differentiated "
+            "into one pytree."
+        )
+    grad_fn = checked_value_and_grad(
         fun,
         policy,
         argnums=argnums,
@@ -85,7 +100,37 @@ def value_and_grad(
         loss_scale=loss_scale,
         fp8_state=fp8_state,
         weights={},
+        layout=layout,
     )
+    if axis_name is None:
+        return grad_fn
+    return _averaged(grad_fn, policy, argnums, has_aux, as_axes(axis_name))
+
+
+def _averaged(
+    grad_fn: Callable[..., Any],
+    policy: Policy,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    axes: tuple[str, ...],
+) -> Callable[..., Any]:
+    """Returns what computes the means over devices."""
+
+    @functools.wraps(grad_fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        check_axis_name(axes, [], "Gradients")
+        positions = _positions(argnums, len(args))
+        own = [vary(arg, axes) if i in positions else arg for i, arg in enumerate(args)]
+        value, grads, *seen = grad_fn(*own, **kwargs)
+        chosen: Any = tuple(args[position] for position in positions)
+        mean = functools.partial(mean_gradient, axes=axes, dtype=policy.reduce_dtype)
+        grads = jax.tree.map(mean, grads, chosen if isinstance(argnums, Sequence) else chosen[0])
+        loss, *aux = value if has_aux else (value,)
+        loss = mean_of(loss, axes)
+        seen = jax.tree.map(functools.partial(mean_of, axes=axes), seen)
+        return ((loss, *aux) if has_aux else loss), grads, *seen
+
+    return wrapped
 
 
 def checked_value_and_grad(
@@ -97,10 +142,9 @@ def checked_value_and_grad(
     loss_scale: Any,
     fp8_state: Any,
     weights: Mapping[str, Given],
-    places: Sequence[Placement | None] = (),
+    layout: Layout | None = None,
 ) -> Callable[..., Any]:
     """`value_and_grad` of checked arguments, with weights that were quantized before."""
-    low_fun = autocast_loss(fun, policy, places)
     state = fp8_state or {}
     times = loss_scale.loss_scale
     scales = {name: scales_for(product, times) for name, product in state.items()}
@@ -109,6 +153,7 @@ def checked_value_and_grad(
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         positions = _positions(argnums, len(args))
         chosen = tuple(args[position] for position in positions)
+        low_fun = autocast_loss(fun, policy, _places(layout, args, positions))
         leaves, treedef = jax.tree.flatten(chosen)
         leaf_names = _tree.leaf_names(chosen)
         # Differentiating f32 copies keeps a narrow parameter's gradient from being rounded.
@@ -149,10 +194,34 @@ def checked_value_and_grad(
             [next(values) if _has_gradient(leaf) else _tree.no_gradient(leaf) for leaf in leaves]
         )
         grads = grads if isinstance(argnums, Sequence) else grads[0]
+        if layout is not None:
+            grads = layout.constrain_gradients(grads, chosen[0])
         value = (loss, aux) if has_aux else loss
         return (value, grads) if fp8_state is None else (value, grads, seen)
 
+    return wrapped if layout is None else _within(layout, wrapped)
+
+
+def _within(layout: Layout, fun: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with layout.scope():
+            return fun(*args, **kwargs)
+
     return wrapped
+
+
+def _places(
+    layout: Layout | None, args: Sequence[Any], positions: Sequence[int]
+) -> list[Placement | None]:
+    """Returns where each leaf of the arguments lies, as far as a layout says."""
+    places: list[Placement | None] = []
+    for position, arg in enumerate(args):
+        if layout is not None and position in positions:
+            places += layout.placements(arg)
+        else:
+            places += [None] * len(jax.tree.leaves(arg))
+    return places
 
 
 def _positions(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:

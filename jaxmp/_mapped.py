@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._dtypes import FLOAT16, dtype_of, is_real_float
+from jaxmp._dtypes import FLOAT16, dtype_of, has_gradient, is_real_float
 
 Axes = tuple[str, ...]
 
@@ -68,10 +68,13 @@ def check_axis_name(axis_name: Any, values: Sequence[Any], what: str) -> None:
     missing = sorted(differing(values) - set(as_axes(axis_name)))
     if missing:
         named = missing[0] if len(missing) == 1 else tuple(missing)
+        remedy = f"Give axis_name={named!r}"
+        if not all(axis.isidentifier() and not axis.startswith("_") for axis in missing):
+            remedy = "Give the pmap a name for its axis, and axis_name the same"
         raise ValueError(
             f"{what} may differ between devices along {_names(missing)}, mapped by a shard_map or "
-            f"pmap around, and each device would decide for itself. Give axis_name={named!r}; or "
-            "axis_name=() if they are the same on all devices already."
+            f"pmap around, and each device would decide for itself. {remedy}; or axis_name=() if "
+            "they are the same on all devices already."
         )
 
 
@@ -79,10 +82,31 @@ def _names(axes: Sequence[str]) -> str:
     return ", ".join(map(repr, axes))
 
 
-def vary(value: Any, axes: Axes) -> Any:
-    """Returns a value of the type that differs over axes."""
-    missing = tuple(sorted(set(axes) - varying(value)))
-    return lax.pcast(value, missing, to="varying") if missing and is_tracked(missing) else value
+def vary(tree: Any, axes: Axes) -> Any:
+    """Returns values of the type that differs over axes, so that gradients are a device's own."""
+
+    def leaf_fn(leaf: Any) -> Any:
+        missing = tuple(sorted(set(axes) - varying(leaf)))
+        return lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(leaf_fn, tree) if is_tracked(axes) else tree
+
+
+def mean_of(value: jax.Array, axes: Axes) -> jax.Array:
+    """Returns the mean over devices."""
+    return lax.pmean(vary(value, axes), axes) if axes else value
+
+
+def mean_gradient(grad: Any, param: Any, axes: Axes, dtype: Any) -> Any:
+    """Returns the mean of a gradient over devices, reduced in a dtype.
+
+    That of a parameter of which each device has a part was added up where it was gathered.
+    """
+    if not axes or not has_gradient(dtype_of(grad)):
+        return grad
+    own = varying(param) if is_tracked(axes) else frozenset[str]()
+    total = reduced(grad, tuple(axis for axis in axes if axis not in own), dtype)
+    return total / axis_size(axes)
 
 
 def axis_size(axes: Axes) -> int:

@@ -10,6 +10,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmp._jaxpr import aval_of
+
 Axes = tuple[str, ...]
 
 
@@ -62,7 +64,8 @@ class Placement:
         rule = _RULES.get(eqn.primitive.name)
         if rule is None or len(eqn.outvars) != 1:
             return None
-        spec = rule(self, eqn.params, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+        before, after = aval_of(eqn.invars[0]).shape, aval_of(eqn.outvars[0]).shape
+        spec = rule(self, eqn.params, before, after)
         return None if spec is None else self.with_spec(spec)
 
     def transposed(self, permutation: Sequence[int]) -> "Placement":

@@ -34,8 +34,8 @@ PLAIN_PRODUCTS = frozenset({DOT_GENERAL.name, CONVOLUTION.name, _RAGGED})
 # `recipe`, by which the operands are quantized, or None; `roles`, what each of them is.
 # `extras`, names of further operands: for a recipe the `scales` of a state, f32[3], and of a weight
 # that was quantized before the `codes` and the `code_scale`; `GATHERED`, of operands that were
-# gathered before. `places`, where each of the two operands lies on a mesh, and `reduce_dtype`, what their
-# gradients are summed in across it.
+# gathered before. `places`, where each of the two operands lies on a mesh, and `reduce_dtype`, what
+# their gradients are summed in across it.
 product_p = Primitive("mixed_product")
 
 

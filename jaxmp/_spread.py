@@ -1,8 +1,9 @@
 """How a training step is spread over devices: on one, over a mesh by XLA, or mapped by the user."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ from jax import lax
 from jaxmp import _mapped, _tree
 from jaxmp._dtypes import dtype_of, has_gradient
 from jaxmp._loss import LossOutput
-from jaxmp._placement import Placement
 from jaxmp.optim import get_loss_scale
 from jaxmp.policy import Policy
 from jaxmp.sharding import Layout
@@ -26,13 +26,18 @@ class Alone:
         """Returns what `mixed_precision` is told."""
         return {}
 
-    def enter(self, state: Any, batch: Any) -> tuple[Any, Any]:
+    def scope(self) -> Any:
+        """A context for the whole step."""
+        return contextlib.nullcontext()
+
+    def enter(self, state: Any, batch: Any, _microbatches: int) -> tuple[Any, Any]:
         """Returns state and batch as the step computes with them."""
         return state, batch
 
-    def places(self, _params: Any) -> Sequence[Placement | None]:
-        """Returns where the leaves of the parameters lie."""
-        return ()
+    @property
+    def placed(self) -> Layout | None:
+        """How XLA is to lay out parameters and gradients."""
+        return None
 
     def own(self, tree: Any) -> Any:
         """Returns values whose gradients, or next values, are those of this device alone."""
@@ -49,10 +54,6 @@ class Alone:
     def zeros(self, zeros: jax.Array, _param: Any) -> jax.Array:
         """Returns zeros that gradients of a parameter can be added to."""
         return zeros
-
-    def part(self, grads: Any, _params: Any) -> Any:
-        """Returns the gradients of a microbatch as they are added up."""
-        return grads
 
     def agreed(
         self, output: LossOutput, grads: Any, seen: Any, _params: Any
@@ -72,17 +73,18 @@ class OnMesh(Alone):
 
     layout: Layout
 
-    def enter(self, state: Any, batch: Any) -> tuple[Any, Any]:
+    def scope(self) -> Any:
+        """A context for the whole step."""
+        return self.layout.scope()
+
+    def enter(self, state: Any, batch: Any, microbatches: int) -> tuple[Any, Any]:
         """Returns state and batch where the layout has them."""
-        return self.layout.constrain(state), self.layout.constrain_batch(batch)
+        return self.layout.constrain(state), self.layout.constrain_batch(batch, microbatches)
 
-    def places(self, params: Any) -> Sequence[Placement | None]:
-        """Returns where the leaves of the parameters lie."""
-        return self.layout.placements(params)
-
-    def part(self, grads: Any, params: Any) -> Any:
-        """Returns gradients reduced, each laid out as its parameter."""
-        return self.layout.constrain_gradients(grads, params)
+    @property
+    def placed(self) -> Layout | None:
+        """How XLA is to lay out parameters and gradients."""
+        return self.layout
 
     def leave(self, state: Any) -> Any:
         """Returns the new state where the layout has it."""
@@ -100,7 +102,7 @@ class Mapped(Alone):
         """Returns what `mixed_precision` is told."""
         return {"axis_name": self.axes}
 
-    def enter(self, state: Any, batch: Any) -> tuple[Any, Any]:
+    def enter(self, state: Any, batch: Any, _microbatches: int) -> tuple[Any, Any]:
         """Returns state and batch; ValueError if what must be the same on all devices is not."""
         _mapped.check_axis_name(self.axes, [], "Gradients")
         shared = {
@@ -122,7 +124,7 @@ class Mapped(Alone):
 
     def own(self, tree: Any) -> Any:
         """Returns values whose gradients, or next values, are those of this device alone."""
-        return jax.tree.map(lambda leaf: _mapped.vary(leaf, self.axes), tree)
+        return _mapped.vary(tree, self.axes)
 
     def own_rng(self, rng: Any) -> Any:
         """Returns another PRNG key on each device."""
@@ -158,20 +160,18 @@ class Mapped(Alone):
                 metrics=jax.tree.map(self._metric, output.metrics),
                 model_state=jax.tree.map(self._statistic, output.model_state),
             ),
-            jax.tree.map(self._gradient, grads, params),
+            jax.tree.map(
+                functools.partial(
+                    _mapped.mean_gradient, axes=self.axes, dtype=self.policy.reduce_dtype
+                ),
+                grads,
+                params,
+            ),
             jax.tree.map(self._mean, seen),
         )
 
-    def _gradient(self, grad: Any, param: Any) -> Any:
-        """Returns the mean of a gradient; that of a part of a parameter has been summed before."""
-        if not has_gradient(dtype_of(grad)):
-            return grad
-        axes = tuple(axis for axis in self.axes if axis not in _mapped.varying(param))
-        total = _mapped.reduced(grad, axes, self.policy.reduce_dtype)
-        return total / _mapped.axis_size(self.axes)
-
     def _mean(self, value: Any) -> Any:
-        return lax.pmean(_mapped.vary(value, self.axes), self.axes) if self.axes else value
+        return _mapped.mean_of(value, self.axes)
 
     def _metric(self, value: jax.Array) -> jax.Array:
         """Merges a metric as those of microbatches are."""

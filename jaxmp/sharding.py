@@ -120,7 +120,7 @@ class Layout:
         Raises:
             ValueError: if the leading axis does not divide.
         """
-        self.check_batch(batch, jax.process_count())
+        self.check_batch(batch, processes=jax.process_count())
         sharding = self.batch_sharding()
         return jax.tree.map(
             lambda leaf: jax.make_array_from_process_local_data(sharding, np.asarray(leaf)), batch
@@ -130,22 +130,24 @@ class Layout:
         """Returns the sharding of every leaf of a batch."""
         return NamedSharding(self.mesh, PartitionSpec(self.batch_axes))
 
-    def check_batch(self, batch: Any, processes: int = 1) -> None:
+    def check_batch(self, batch: Any, *, processes: int = 1, microbatches: int = 1) -> None:
         """Raises ValueError if a batch does not divide over the devices.
 
         Args:
             batch: a pytree of arrays.
             processes: how many hold a part like this one.
+            microbatches: into how many it is split first.
         """
         parts = math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
+        split = f" in {microbatches} microbatches" if microbatches > 1 else ""
 
         def leaf_fn(name: str, leaf: Any) -> None:
             shape = np.shape(leaf)
-            if not shape or shape[0] * processes % parts:
+            if not shape or shape[0] * processes % (parts * microbatches):
                 raise ValueError(
-                    f"Batch leaf {name!r} has shape {shape}, whose leading axis does not divide "
-                    f"over the {parts} devices along {_names(self.batch_axes)}. Change the batch "
-                    "size, or drop or pad the last batch."
+                    f"Batch leaf {name!r} has shape {shape}, whose leading axis does not divide"
+                    f"{split} over the {parts} devices along {_names(self.batch_axes)}. Change the "
+                    "batch size, or drop or pad the last batch."
                 )
 
         _tree.map_named(leaf_fn, batch)
@@ -167,10 +169,14 @@ class Layout:
             shardings,
         )
 
-    def constrain_batch(self, batch: Any) -> Any:
+    def constrain_batch(self, batch: Any, microbatches: int = 1) -> Any:
         """Returns a checked batch within a jitted function, spread over the mesh."""
-        self.check_batch(batch)
+        self.check_batch(batch, microbatches=microbatches)
         return lax.with_sharding_constraint(batch, self.batch_sharding())
+
+    def scope(self) -> Any:
+        """Within a jitted function, has the mesh's axes automatic, whatever mesh is set around."""
+        return jax.sharding.use_abstract_mesh(getattr(self.mesh, "abstract_mesh", self.mesh))
 
     def placements(self, params: Any) -> list[Placement | None]:
         """Returns where each leaf of parameters lies; None for what has no gradient."""
@@ -243,6 +249,15 @@ def fsdp(
         batch_axes=base.batch_axes,
         regather=regather,
     )
+
+
+def check_one_of(layout: Layout | None, axis_name: Any) -> None:
+    """Raises ValueError if both ways of using several devices are asked for."""
+    if layout is not None and axis_name is not None:
+        raise ValueError(
+            f"Both layout and axis_name={axis_name!r} were given. A layout is for a step over a "
+            "whole mesh, in jit alone; axis_name for one in a shard_map or pmap. Use one of them."
+        )
 
 
 def _automatic(mesh: Any) -> Any:

@@ -25,7 +25,7 @@ from jaxmp.fp8._state import new_meters
 from jaxmp.optim import apply_updates, full_weights, get_mixed_precision_state
 from jaxmp.optim._ema import check_decay, moved_average
 from jaxmp.policy import Policy, get_policy
-from jaxmp.sharding import Layout
+from jaxmp.sharding import Layout, check_one_of
 
 
 @_tree.register_state(
@@ -194,11 +194,7 @@ def make_train_step(
     check_count(microbatches, "microbatches")
     if ema_decay is not None:
         check_decay(ema_decay, "ema_decay")
-    if layout is not None and axis_name is not None:
-        raise ValueError(
-            f"Both layout and axis_name={axis_name!r} were given. A layout is for a step over a "
-            "whole mesh, in jit alone; axis_name for one in a shard_map or pmap. Use one of them."
-        )
+    check_one_of(layout, axis_name)
     spread = Alone()
     if layout is not None:
         spread = OnMesh(layout)
@@ -207,7 +203,8 @@ def make_train_step(
     how = _Step(loss_fn, tx, policy, microbatches, ema_decay, pass_value, spread)
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
-        return how.run(state, batch)
+        with spread.scope():
+            return how.run(state, batch)
 
     return jax.jit(step, donate_argnums=(0,) if donate else ())
 
@@ -232,7 +229,7 @@ class _Step:
                 f"ema={state.ema_params is not None}. Use both or neither."
             )
         check_fp8_state(self.policy, state.fp8_state)
-        state, batch = self.spread.enter(state, batch)
+        state, batch = self.spread.enter(state, batch, self.microbatches)
         before = get_mixed_precision_state(state.opt_state)
         output, new_values, seen = self._gradients(state, batch, before.loss_scale)
         # For the optimizer, what is no gradient is zero.
@@ -254,7 +251,7 @@ class _Step:
         self, state: TrainState, batch: Any, loss_scale: Any
     ) -> tuple[LossOutput, Any, Any]:
         """Returns the loss, its gradients, and how large the operands of fp8 products were."""
-        spread, places = self.spread, self.spread.places(state.params)
+        spread = self.spread
         rng = None if state.rng is None else jax.random.fold_in(state.rng, state.step)
         rng, model_state = spread.own_rng(rng), spread.own(state.model_state)
         params = spread.own(state.params)
@@ -276,10 +273,9 @@ class _Step:
                 loss_scale=loss_scale,
                 fp8_state=state.fp8_state,
                 weights=weights,
-                places=places,
+                layout=spread.placed,
             )
             (loss, output), grads, *seen = grad_fn(params, part)
-            grads = spread.part(grads, state.params)
             new_model_state = _tree.like(output.model_state, model_state)
             output = _tree.replace_state(output, loss=loss, model_state=new_model_state)
             return output, (grads, seen)

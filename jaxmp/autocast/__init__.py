@@ -78,7 +78,7 @@ def autocast_loss(
     check_runnable(policy)
     if not policy.compute_dtypes() & HALF_DTYPES and not any(places):
         return _as_it_is(fun)
-    return _computed_by(functools.partial(_run, policy, True, tuple(places)), fun)
+    return _computed_by(functools.partial(_run, policy, is_trained=True, places=places), fun)
 
 
 def rewritten(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def rewritten(fun: Callable[..., Any], policy: Policy) -> Callable[..., Any]:
         fun: see `autocast`.
         policy: which has a half dtype.
     """
-    return _computed_by(functools.partial(_run, policy, False, ()), fun)
+    return _computed_by(functools.partial(_run, policy, is_trained=False, places=()), fun)
 
 
 def with_given(
@@ -209,11 +209,12 @@ def check_runnable(policy: Policy) -> None:
 
 def _run(
     policy: Policy,
-    is_trained: bool,
-    places: Sequence[Placement | None],
     traced: Any,
     arrays: Sequence[Any],
     leaves: Sequence[tuple[int, str]],
+    *,
+    is_trained: bool,
+    places: Sequence[Placement | None],
 ) -> list[Any]:
     """Computes a trace in mixed precision, with results in the dtypes that it has."""
     known, names = dict(enumerate(places)), [name for _, name in leaves]

@@ -36,6 +36,7 @@ from jaxmp.autocast._places import gathered, place_of, placed
 from jaxmp.autocast._pool import pool_of
 from jaxmp.autocast._recipe_use import RecipeUse
 from jaxmp.autocast._region import Region, inside
+from jaxmp.autocast._send import SENDS, sent
 from jaxmp.autocast._softmax import find_softmaxes, normalize
 from jaxmp.autocast._values import (
     DATA,
@@ -388,6 +389,10 @@ def _follow(
     eqn: JaxprEqn, args: Sequence[Value], states: Sequence[State], uses: int, policy: Policy
 ) -> list[Value]:
     kinds = {state.kind for state in states}
+    if _is_sent_weight(eqn, kinds, uses, policy):
+        with in_place_of(eqn):
+            array = sent(eqn, policy.compute_dtype)(args[0].array)
+        return [Value(array, args[0].state)]
     if kinds <= YIELDING:
         is_data = Kind.DATA in kinds or eqn.primitive.name == "gather"
         # A rule for an argument holds for its slices and transposes too.
@@ -406,6 +411,13 @@ def _follow(
     shape = aval_of(eqn.outvars[0]).shape
     repeated = [_repeated(arg, shape, eqn.primitive.name) for arg in args]
     return _in_dtype(eqn, repeated, half, narrow(half), _slim)
+
+
+def _is_sent_weight(eqn: JaxprEqn, kinds: set[Kind], uses: int, policy: Policy) -> bool:
+    """Whether the program sends a weight between devices that is multiplied, and nothing else."""
+    is_half = policy.compute_dtype in HALF_DTYPES and policy.recipe is None
+    is_weight = kinds <= _WEIGHTS and uses & ~MULTIPLIED == PRODUCT
+    return eqn.primitive.name in SENDS and is_half and is_weight
 
 
 def _repeated(arg: Value, shape: Sequence[int], primitive: str) -> Value:
