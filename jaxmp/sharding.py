@@ -387,7 +387,8 @@ def gather(
             values differ between devices (`check_vma=False`, `pmap`).
 
     Example:
-        >>> mesh = jax.make_mesh((len(jax.devices()),), ("data",))
+        >>> auto = (jax.sharding.AxisType.Auto,)
+        >>> mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=auto)
         >>> def local(w, x):
         ...     return x @ gather(w, "data")
         >>> specs = {"in_specs": (jax.P("data"), jax.P("data")), "out_specs": jax.P("data")}
