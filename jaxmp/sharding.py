@@ -86,7 +86,7 @@ class Layout:
         own = self._specs_by_name(getattr(tree, "params", tree) if params is None else params)
 
         def leaf_fn(name: str, leaf: Any) -> NamedSharding:
-            shape, found = np.shape(leaf), _longest_suffix(name, own)
+            shape, found = np.shape(leaf), _parameter_in(name, own)
             spec = () if found is None else _shared(self.mesh, *own[found], shape)
             return NamedSharding(self.mesh, _partition_spec(spec))
 
@@ -342,10 +342,15 @@ def _checked(mesh: Any, name: str, spec: Any, shape: tuple[int, ...]) -> tuple[A
     return axes
 
 
-def _longest_suffix(name: str, known: Any) -> str | None:
+def _parameter_in(name: str, known: Any) -> str | None:
+    """Returns the parameter whose name is a part of that of a leaf: the longest, and the last."""
     parts = name.split("/")
-    suffixes = ("/".join(parts[i:]) for i in range(len(parts)))
-    return next((suffix for suffix in suffixes if suffix in known), None)
+    for length in range(len(parts), 0, -1):
+        for start in range(len(parts) - length, -1, -1):
+            part = "/".join(parts[start : start + length])
+            if part in known:
+                return part
+    return None
 
 
 def _shared(
