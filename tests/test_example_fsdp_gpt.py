@@ -54,7 +54,8 @@ def test_both_kinds_of_parallelism_in_f16():
 def test_a_process_that_fails_ends_the_others(tmp_path):
     folder = tmp_path / "no folder"
     folder.write_text("")
-    done = run("--smoke", "--processes", "2", "--checkpoint", str(folder), check=False)
+    options = ("--processes", "2", "--steps", "1", "--checkpoint", str(folder))
+    done = run("--smoke", *options, check=False)
     assert done.returncode != 0
     assert "Traceback" in done.stderr
 

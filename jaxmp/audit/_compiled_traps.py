@@ -97,7 +97,7 @@ def _collectives(compiled: CompiledReport, intent: Intent) -> Iterator[Trap]:
                 size,
                 f"{cause}, reduce_dtype is {short(reduce_dtype.name)}",
                 f"make the values that are added up {reduce_dtype.name}: let the product that "
-                "gives a weight gradient return it",
+                "gives a weight gradient return it, as with a layout (jaxmp.sharding.fsdp)",
             )
         elif itemsize(row.dtype) > 2 and intent.is_half(row.path):
             yield Trap(
@@ -107,7 +107,7 @@ def _collectives(compiled: CompiledReport, intent: Intent) -> Iterator[Trap]:
                 size,
                 f"{cause}, compute_dtype is {short(intent.policy.compute_dtype.name)}",
                 "cast the sharded value before it is used, and constrain the narrow value's "
-                "sharding",
+                "sharding, as a layout does (jaxmp.sharding.fsdp)",
             )
 
 
