@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmp import _tree
 from jaxmp._dtypes import FLOAT16, dtype_of, has_gradient
@@ -216,9 +217,11 @@ def _places(
 ) -> list[Placement | None]:
     """Returns where each leaf of the arguments lies, as far as a layout says."""
     places: list[Placement | None] = []
+    rest = [arg for position, arg in enumerate(args) if position not in positions]
+    rows = next((np.shape(leaf)[0] for leaf in jax.tree.leaves(rest) if np.ndim(leaf)), None)
     for position, arg in enumerate(args):
         if layout is not None and position in positions:
-            places += layout.placements(arg)
+            places += layout.placements(arg, rows)
         else:
             places += [None] * len(jax.tree.leaves(arg))
     return places

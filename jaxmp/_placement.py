@@ -1,6 +1,7 @@
 """Where a weight lies on a mesh: sharded where it is stored, gathered where it is multiplied."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ class Placement:
             along these, and its own part along the others.
         regather: whether a backward pass gathers again, so that nothing is kept for it.
         is_recomputed: whether it is multiplied in what `jax.checkpoint` recomputes anyway.
+        rows: how many the batch has; None if that is not known.
     """
 
     mesh: Any
@@ -33,6 +35,7 @@ class Placement:
     batch_axes: Axes
     regather: bool = True
     is_recomputed: bool = False
+    rows: int | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -48,8 +51,55 @@ class Placement:
 
         Both ends are constraints: with one, the partitioner may gather what it was computed of.
         """
-        whole = tuple(tuple(a for a in axes if a not in self.batch_axes) for axes in self.spec)
-        return self._constrained(self.scatter(x), whole)
+        return self._constrained(self.scatter(x), self._whole())
+
+    def gather_exactly(self, x: jax.Array) -> jax.Array:
+        """`gather`, whose gradient is added up into the part that each device has."""
+        return _gather_exactly(x, self)
+
+    def table(self, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+        """Returns a table that a batch looks up by indices, sharded over what is looked up.
+
+        Each device then finds its part of every entry, and sends that to whom it belongs. Of one
+        that is sharded over its entries, all devices would have to add up what they found.
+        """
+        kept = self._kept_by(eqn)
+        sharded = [i for i, axes in enumerate(self.spec) if axes and i not in kept]
+        parts = self.parts(self.spec[sharded[0]]) if sharded else 1
+        free = [i for i in kept if not self.spec[i] and x.shape[i] % parts == 0]
+        if not self._is_for_batch(eqn) or len(sharded) != 1 or not free:
+            return x
+        spec = list(self.spec)
+        spec[free[-1]], spec[sharded[0]] = spec[sharded[0]], ()
+        return self.with_spec(spec).scatter(x)
+
+    def looked_up(self, eqn: JaxprEqn, x: jax.Array) -> jax.Array:
+        """Returns what a batch looked up, spread as the batch is.
+
+        Else what is computed of it would be sharded as the table is, and gathered in each layer.
+        """
+        if not self._is_for_batch(eqn):
+            return x
+        spec: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        spec[0] = self.batch_axes
+        offsets = eqn.params["dimension_numbers"].offset_dims
+        for i, into in zip(self._kept_by(eqn), offsets, strict=True):
+            spec[into] = self._whole()[i] or None
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec(*spec)))
+
+    def _kept_by(self, eqn: JaxprEqn) -> list[int]:
+        """Returns the dimensions of a table that are those of an entry."""
+        numbers = eqn.params["dimension_numbers"]
+        gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+        return [i for i in range(len(self.spec)) if i not in gone]
+
+    def _is_for_batch(self, eqn: JaxprEqn) -> bool:
+        shape = aval_of(eqn.outvars[0]).shape
+        offsets = eqn.params["dimension_numbers"].offset_dims
+        return bool(shape) and 0 not in offsets and shape[0] == self.rows
+
+    def _whole(self) -> tuple[Axes, ...]:
+        return tuple(tuple(a for a in axes if a not in self.batch_axes) for axes in self.spec)
 
     def scatter(self, x: jax.Array) -> jax.Array:
         """Returns an array as it is stored: sums over devices end in their own part of it."""
@@ -92,6 +142,16 @@ class Placement:
     def parts(self, axes: Axes) -> int:
         """Returns into how many parts a dimension is cut that is sharded over mesh axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather_exactly(x: jax.Array, place: Placement) -> jax.Array:
+    return place.gather(x)
+
+
+_gather_exactly.defvjp(
+    lambda x, place: (place.gather(x), None), lambda place, _, grad: (place.scatter(grad),)
+)
 
 
 _Spec = Sequence[Axes] | None

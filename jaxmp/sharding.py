@@ -178,11 +178,16 @@ class Layout:
         """Within a jitted function, has the mesh's axes automatic, whatever mesh is set around."""
         return jax.sharding.use_abstract_mesh(getattr(self.mesh, "abstract_mesh", self.mesh))
 
-    def placements(self, params: Any) -> list[Placement | None]:
-        """Returns where each leaf of parameters lies; None for what has no gradient."""
+    def placements(self, params: Any, rows: int | None = None) -> list[Placement | None]:
+        """Returns where each leaf of parameters lies; None for what has no gradient.
+
+        Args:
+            params: the parameters.
+            rows: of the batch they meet, if it is known.
+        """
         own = self._specs_by_name(params)
         return [
-            Placement(self.mesh, own[name][0], self.batch_axes, self.regather)
+            Placement(self.mesh, own[name][0], self.batch_axes, self.regather, rows=rows)
             if has_gradient(dtype_of(leaf))
             else None
             for name, leaf in zip(_tree.leaf_names(params), jax.tree.leaves(params), strict=True)

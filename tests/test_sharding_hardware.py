@@ -178,3 +178,37 @@ def test_what_a_program_gathers_by_hand_is_narrow(target, style):
     report = jaxmp.audit(grad_fn, w, x, target=target).compiled
     assert moved(report, "all-gather") == {"bfloat16": 2 * WIDTH * HIDDEN}
     assert set(moved(report, *REDUCTIONS)) == {"float32"}
+
+
+@pytest.mark.parametrize("target", [H100, V5E])
+@pytest.mark.parametrize("vocabulary", [8192, 8191])
+def test_a_lookup_sends_entries_and_neither_the_table_nor_layers(target, vocabulary):
+    """Whichever axis of a table is sharded: 8191 entries do not divide, and their width is."""
+    mesh = AbstractMesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+
+    def make():
+        return {**init(2), "table": jnp.ones((vocabulary, WIDTH))}
+
+    def loss_fn(params, tokens):
+        x = params["table"][tokens]
+        y, _ = lax.scan(
+            lambda y, layer: (jax.checkpoint(block)(y, layer), None), x, params["blocks"]
+        )
+        return jnp.mean(y**2)
+
+    layout = sharding.fsdp(jax.eval_shape(make), mesh)
+    assert layout.specs["table"] == (P("data") if vocabulary == 8192 else P(None, "data"))
+    tx = jaxmp.mixed_precision(optax.adamw(1e-3), "mixed_bfloat16")
+    state = jax.eval_shape(lambda: jaxmp.TrainState.create(make(), tx))
+    state = jax.tree.map(
+        lambda leaf, place: leaf.update(sharding=place), state, layout.shardings(state)
+    )
+    tokens = jax.ShapeDtypeStruct(
+        (2 * DEVICES, LENGTH), jnp.int32, sharding=layout.batch_sharding()
+    )
+    step = jaxmp.make_train_step(loss_fn, tx, "mixed_bfloat16", layout=layout)
+    report = jaxmp.audit(step, state, tokens, target=target).compiled
+    assert moved(report, "all-gather") == {"bfloat16": 2 * 2 * 2 * LAYER}
+    # Entries there and their gradients back, of a device; and its part of a table that is turned.
+    entries, part = 4 * 2 * LENGTH * WIDTH, 4 * vocabulary * WIDTH // DEVICES
+    assert sum(moved(report, "all-to-all").values()) <= 2 * entries + 2 * part

@@ -99,6 +99,8 @@ def _collectives(compiled: CompiledReport, intent: Intent) -> Iterator[Trap]:
                 f"make the values that are added up {reduce_dtype.name}: let the product that "
                 "gives a weight gradient return it, as with a layout (jaxmp.sharding.fsdp)",
             )
+        elif row.instruction == "collective-permute" and row.dtype == reduce_dtype.name:
+            continue  # of a ring, in which a TPU adds up
         elif itemsize(row.dtype) > 2 and intent.is_half(row.path):
             yield Trap(
                 "wide-collective",

@@ -32,7 +32,7 @@ from jaxmp.autocast._lookahead import (
     is_stored_narrow,
 )
 from jaxmp.autocast._pick import gather_of, scatter_of
-from jaxmp.autocast._places import gathered, place_of, placed
+from jaxmp.autocast._places import gathered, met, place_of, placed
 from jaxmp.autocast._pool import pool_of
 from jaxmp.autocast._recipe_use import RecipeUse
 from jaxmp.autocast._region import Region, inside
@@ -174,7 +174,7 @@ class Interpreter:
         elif eqn.primitive.name == "convert_element_type":
             results = placed(eqn, args, _cast(eqn, args[0]))
         else:
-            results = self._operation(eqn, args, uses, region)
+            results = self._operation(eqn, met(eqn, args), uses, region)
             results = placed(eqn, args, results)
         return [
             _narrowed_at_birth(value, uses.of_var.get(var, 0), region)

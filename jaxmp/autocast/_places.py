@@ -8,7 +8,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxmp._jaxpr import aval_of
 from jaxmp._placement import Placement
-from jaxmp._product import GATHERED
+from jaxmp._product import GATHERED, PLAIN_PRODUCTS
 from jaxmp.autocast import _rules
 from jaxmp.autocast._values import Kind, State, Value
 
@@ -31,10 +31,32 @@ def placed(eqn: JaxprEqn, args: Sequence[Value], results: Sequence[Value]) -> li
     if not known or eqn.primitive.name in _rules.PAIRWISE:
         return list(results)
     place = _place_of_result(eqn, args, known)
+    if eqn.primitive.name == "gather" and place_of(args[0]) is not None:
+        return [Value(known[0].looked_up(eqn, value.array), value.state) for value in results]
     return [
         _at(value, place if value.state is not None and value.state.kind in _WEIGHTS else None)
         for value in results
     ]
+
+
+def met(eqn: JaxprEqn, args: list[Value]) -> list[Value]:
+    """Returns operands, of which those that meet activations are whole: biases, scales of norms.
+
+    Else the compiler could shard the activations as these are. A table is sharded for its lookup.
+    """
+    known = [place for place in map(place_of, args) if place is not None]
+    name = eqn.primitive.name
+    if not known or name in PLAIN_PRODUCTS:
+        return args
+    if name == "gather":
+        table = args[0]
+        array = known[0].table(eqn, table.array) if place_of(table) else table.array
+        return [Value(array, table.state), *args[1:]]
+    others = [arg for arg in args if arg.state is not None and arg.state.place is None]
+    is_met = any(np.ndim(arg.array) for arg in others)
+    if not is_met or _place_of_result(eqn, args, known) is not None:
+        return args
+    return [arg if place_of(arg) is None else arg.whole() for arg in args]
 
 
 def _place_of_result(

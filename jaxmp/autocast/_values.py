@@ -134,6 +134,13 @@ class Value:
             self._gathered[dtype] = self.state.place.gather(narrow)
         return self._gathered[dtype]
 
+    def whole(self) -> "Value":
+        """Returns the value where its place has it gathered, as it is."""
+        if self.state is None or self.state.place is None:
+            return self
+        array = self.state.place.gather_exactly(self.array)
+        return Value(array, self.state._replace(place=None))
+
     def settle(self, state: State) -> None:
         """Holds the value in another state from now on."""
         self.array, self.state, self._casts = self.cast(state.dtype), state, {}
