@@ -144,14 +144,14 @@ class Placement:
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _gather_exactly(x: jax.Array, place: Placement) -> jax.Array:
     return place.gather(x)
 
 
-_gather_exactly.defvjp(
-    lambda x, place: (place.gather(x), None), lambda place, _, grad: (place.scatter(grad),)
-)
+@_gather_exactly.defjvp
+def _(place: Placement, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return place.gather(*primals), place.scatter(*tangents)
 
 
 _Spec = Sequence[Axes] | None

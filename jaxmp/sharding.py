@@ -42,9 +42,8 @@ class Layout:
             of the parameters or a prefix of it; by default all are on every device.
         batch_axes: the axis or axes of the mesh that the batch is sharded over; may be left out if
             there is one axis.
-        regather: whether the backward pass gathers parameters again where the forward pass is no
-            loop, so that no narrow copy of the model is kept; loops always do. With
-            `jax.checkpoint`, what is recomputed is gathered again.
+        regather: whether the backward pass gathers parameters again, so that no narrow copy of the
+            model is kept. What `jax.checkpoint` recomputes is gathered again in any case.
 
     Raises:
         ValueError: if an axis is not one of the mesh, or if `batch_axes` is needed.

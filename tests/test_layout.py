@@ -351,6 +351,22 @@ def test_value_and_grad_with_a_layout():
         np.testing.assert_allclose(grads[name], expected[name], rtol=2.0**-6, atol=1e-3)
 
 
+def test_second_order_with_a_layout():
+    layout = sharding.Layout(MESH, P("data"))
+    batch = layout.place_batch(BATCH)
+
+    def product(layout):
+        def grad(params):
+            return jaxmp.value_and_grad(loss_fn, "mixed_bfloat16", layout=layout)(params, batch)[1]
+
+        return jax.jit(lambda params: jax.jvp(grad, (params,), (params,))[1])
+
+    placed = layout.place(jax.tree.map(jnp.ones_like, PARAMS))
+    found, expected = product(layout)(placed), product(None)(placed)
+    for name in found:
+        np.testing.assert_allclose(found[name], expected[name], rtol=2.0**-7, atol=2.0**-7)
+
+
 def test_a_model_of_flax_nnx():
     class Net(nnx.Module):
         def __init__(self, rngs):

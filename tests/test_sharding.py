@@ -505,6 +505,18 @@ class TestSentByTheProgram:
         back = [] if style == "mapped" else ["float32"]
         assert sorted(dtypes_of(program, primitive)) == ["bfloat16", *back]
 
+    def test_forward_mode_and_second_order(self):
+        w, x = jax.random.normal(jax.random.key(0), (16, 8)), jnp.ones((32, 16))
+        fun = jaxmp.autocast(functools.partial(self.constrained, x=x))
+        plain = jaxmp.autocast(lambda w: jnp.mean((x @ w) ** 2))
+        tangent = jnp.ones_like(w)
+        for transform in (lambda f: f, jax.grad):
+            found = jax.jvp(transform(fun), (w,), (tangent,))
+            expected = jax.jvp(transform(plain), (w,), (tangent,))
+            jax.tree.map(
+                functools.partial(np.testing.assert_allclose, rtol=2.0**-7), found, expected
+            )
+
     def test_what_is_used_in_f32_too_is_sent_in_f32(self):
         def loss_fn(w, x):
             whole = lax.with_sharding_constraint(w, NamedSharding(self.MESH, P()))
