@@ -1,5 +1,6 @@
 """Values that differ between devices, inside of shard_map and pmap."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -76,6 +77,29 @@ def check_axis_name(axis_name: Any, values: Sequence[Any], what: str) -> None:
             f"pmap around, and each device would decide for itself. {remedy}; or axis_name=() if "
             "they are the same on all devices already."
         )
+
+
+def axes_to_agree(axis_name: Any, grads: Sequence[Any], params: Sequence[Any]) -> Axes:
+    """Returns the axes over which devices skip alike: those named, and of parts of parameters.
+
+    Args:
+        axis_name: what the user gave: a name, several, or None.
+        grads: gradients, reduced.
+        params: the parameters they are of; none if they are not known.
+
+    Raises:
+        ValueError: if a gradient may differ where its parameter does not, or nothing was named.
+    """
+    if axis_name is None or not is_tracked(mapped_axes()):
+        check_axis_name(axis_name, grads, "Gradients")
+        return as_axes(axis_name)
+    check_axis_name(axis_name, [], "Gradients")
+    axes = set(as_axes(axis_name))
+    for grad, param in itertools.zip_longest(grads, params):
+        own = frozenset[str]() if param is None else varying(param)
+        if not varying(grad) <= own | axes:
+            check_axis_name(axis_name, [grad], "Gradients")
+    return tuple(sorted(axes.union(*map(varying, grads))))
 
 
 def _names(axes: Sequence[str]) -> str:

@@ -153,10 +153,12 @@ class Mapped(Alone):
         self, output: LossOutput, grads: Any, seen: Any, params: Any
     ) -> tuple[LossOutput, Any, Any]:
         """Returns the means over devices."""
+        loss = self._mean(output.loss)
+        _mapped.check_axis_name(self.axes, [loss], "The loss")
         return (
             dataclasses.replace(
                 output,
-                loss=self._mean(output.loss),
+                loss=loss,
                 metrics=jax.tree.map(self._metric, output.metrics),
                 model_state=jax.tree.map(self._statistic, output.model_state),
             ),

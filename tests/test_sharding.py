@@ -251,6 +251,55 @@ def test_ten_steps_in_a_shard_map_are_those_of_one_device(kind, body, microbatch
     assert_same_training(found, expected, F32)
 
 
+SPLIT = {
+    "tp": {"up": P(None, None, "model"), "bias": P(None, "model"), "down": P(None, "model")},
+    "fsdp+tp": {
+        "up": P(None, "data", "model"),
+        "bias": P(None, "model"),
+        "down": P(None, "model", "data"),
+    },
+}
+
+
+def split_loss(kind):
+    """The loss as a person writes it for two axes: layers are cut over the second."""
+
+    def step(x, layer):
+        up, down = layer["up"], layer["down"]
+        if kind == "fsdp+tp":
+            up = sharding.gather(up, "data", policy="float32")
+            down = sharding.gather(down, "data", axis=1, policy="float32")
+        y = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * layer["scale"]
+        return y + lax.psum(jnp.tanh(y @ up + layer["bias"]) @ down, "model"), None
+
+    def loss_fn(params, tokens):
+        x, _ = lax.scan(step, params["embedding"][tokens[:, :-1]], params["blocks"])
+        extra = jnp.mean((x @ params["odd"]) ** 2)
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], tokens[:, 1:])
+        return losses.mean() + extra
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(("kind", "microbatches"), [("tp", 2), ("fsdp+tp", 1)])
+def test_ten_steps_of_layers_that_are_cut_in_a_shard_map(kind, microbatches):
+    """The step averages over the axis of the batch; over the other one devices agree only."""
+    specs = jax.tree.map(lambda _: P(), init(jax.random.key(0)))
+    specs["blocks"] |= SPLIT[kind]
+    layout = sharding.Layout(make_mesh(4, 2), specs, batch_axes="data")
+    tx, options = adam("float32"), {"microbatches": microbatches, "donate": False}
+    first = jaxmp.TrainState.create(init(jax.random.key(0)), tx)
+    expected = train(jaxmp.make_train_step(make_loss(), tx, "float32", **options), first, batches())
+    step = jaxmp.make_train_step(split_loss(kind), tx, "float32", axis_name="data", **options)
+    state = layout.place(first)
+    step = mapped(step, layout, state)
+    found = train(step, state, map(layout.place_batch, batches()))
+    assert_same_training(found, expected, F32)
+    _, info = step(state, layout.place_batch(batches(1)[0]))
+    plain = jaxmp.make_train_step(make_loss(), tx, "float32", **options)
+    np.testing.assert_allclose(info.grad_norm, plain(first, batches(1)[0])[1].grad_norm, rtol=F32)
+
+
 def test_keeping_what_was_gathered_changes_no_number():
     layout = sharding.Layout(make_mesh(8), SPECS["fsdp"], regather=False)
     step = jaxmp.make_train_step(make_loss(), transform("float32"), "float32", layout=layout)

@@ -12,7 +12,7 @@ from jax import lax
 from jaxmp import _tree
 from jaxmp._dtypes import dtype_of, has_gradient, widened
 from jaxmp._errors import bullet_list
-from jaxmp._mapped import as_axes, check_axis_name, least_of_all
+from jaxmp._mapped import axes_to_agree, least_of_all
 from jaxmp.optim._checks import check_shapes, check_structure, inner_update
 from jaxmp.optim._gate import run_or_skip
 
@@ -162,7 +162,8 @@ def checked_update(
     check_structure(grads, params)
     grads = jax.tree.map(_tree.widen_leaf, grads)
     finite = _as_flag(finite)
-    check_axis_name(axis_name, [finite, *_floats(grads)], "Gradients")
+    params_or_none = [] if params is None else _floats(params)
+    axes = axes_to_agree(axis_name, [*_floats(grads), finite], params_or_none)
     nonfinite_leaf = _tree.first_nonfinite(grads, LARGEST_GRADIENT)
     leaves_like = grads if params is None else params
 
@@ -188,7 +189,6 @@ def checked_update(
         state.inner_state,
         None if params is None else inexact_only(params, params),
     )
-    axes = as_axes(axis_name)
     if axes:
         # All devices run it and agree on what came of it, once.
         updates, inner_state, clean = jax.jit(run)(*args)
