@@ -15,7 +15,7 @@ from jaxmp._fp8_state import check_fp8_state
 from jaxmp._loss import check_loss
 from jaxmp._mapped import as_axes, check_axis_name, mean_gradient, mean_of, vary
 from jaxmp._placement import Placement
-from jaxmp.autocast import autocast_loss, with_given
+from jaxmp.autocast import autocast_loss, check_runnable, with_given
 from jaxmp.fp8._state import Given, new_meters, scales_for, seen_without
 from jaxmp.loss_scale import NoOpLossScale, as_loss_scale
 from jaxmp.policy import Policy, get_policy
@@ -86,6 +86,7 @@ def value_and_grad(
             stacklevel=2,
         )
     loss_scale = NoOpLossScale() if loss_scale is None else as_loss_scale(loss_scale)
+    check_runnable(policy)
     check_fp8_state(policy, fp8_state)
     check_one_of(layout, axis_name)
     if layout is not None and isinstance(argnums, Sequence):

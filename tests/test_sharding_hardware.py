@@ -13,8 +13,19 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import sharding
+from jaxmp.audit._targets import TargetUnavailableError, parse_target, require_compiler
 
 pytestmark = pytest.mark.audit
+
+
+@pytest.fixture(autouse=True)
+def _compilers():
+    for target in (H100, V5E):
+        try:
+            require_compiler(parse_target(target))
+        except TargetUnavailableError as error:
+            pytest.skip(str(error))
+
 
 WIDTH, HIDDEN, LENGTH, DEVICES = 1024, 4096, 256, 8
 LAYER = 2 * WIDTH * HIDDEN  # weights
