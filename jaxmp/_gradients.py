@@ -217,11 +217,13 @@ def _places(
     layout: Layout | None, args: Sequence[Any], positions: Sequence[int]
 ) -> list[Placement | None]:
     """Returns where each leaf of the arguments lies, as far as a layout says."""
+    if layout is None:
+        return []
     places: list[Placement | None] = []
     rest = [arg for position, arg in enumerate(args) if position not in positions]
     rows = next((np.shape(leaf)[0] for leaf in jax.tree.leaves(rest) if np.ndim(leaf)), None)
     for position, arg in enumerate(args):
-        if layout is not None and position in positions:
+        if position in positions:
             places += layout.placements(arg, rows)
         else:
             places += [None] * len(jax.tree.leaves(arg))

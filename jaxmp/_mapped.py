@@ -59,7 +59,7 @@ def check_axis_name(axis_name: Any, values: Sequence[Any], what: str) -> None:
     mapped = mapped_axes()
     unknown = [axis for axis in as_axes(axis_name) if axis not in mapped]
     if unknown:
-        where = f"those mapped here are {_names(mapped)}" if mapped else "no axis is mapped here"
+        where = f"those mapped here are {quoted(mapped)}" if mapped else "no axis is mapped here"
         raise ValueError(
             f"There is no mapped axis {unknown[0]!r}: {where}. Name the axes of the shard_map or "
             "pmap around, and none in jit alone."
@@ -73,7 +73,7 @@ def check_axis_name(axis_name: Any, values: Sequence[Any], what: str) -> None:
         if not all(axis.isidentifier() and not axis.startswith("_") for axis in missing):
             remedy = "Give the pmap a name for its axis, and axis_name the same"
         raise ValueError(
-            f"{what} may differ between devices along {_names(missing)}, mapped by a shard_map or "
+            f"{what} may differ between devices along {quoted(missing)}, mapped by a shard_map or "
             f"pmap around, and each device would decide for itself. {remedy}; or axis_name=() if "
             "they are the same on all devices already."
         )
@@ -102,7 +102,8 @@ def axes_to_agree(axis_name: Any, grads: Sequence[Any], params: Sequence[Any]) -
     return tuple(sorted(axes.union(*map(varying, grads))))
 
 
-def _names(axes: Sequence[str]) -> str:
+def quoted(axes: Sequence[str]) -> str:
+    """Returns the names of axes, for a message."""
     return ", ".join(map(repr, axes))
 
 

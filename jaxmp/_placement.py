@@ -12,8 +12,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmp._jaxpr import aval_of
-
-Axes = tuple[str, ...]
+from jaxmp._mapped import Axes
 
 
 @dataclasses.dataclass(frozen=True)

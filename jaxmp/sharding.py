@@ -15,8 +15,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxmp import _tree
 from jaxmp._dtypes import dtype_of, has_gradient, is_real_float
 from jaxmp._errors import did_you_mean
-from jaxmp._mapped import as_axes, check_axis_name, is_tracked, reduced, varying
-from jaxmp._placement import Axes, Placement
+from jaxmp._mapped import (
+    Axes,
+    as_axes,
+    check_axis_name,
+    is_tracked,
+    quoted,
+    reduced,
+    varying,
+)
+from jaxmp._placement import Placement
 from jaxmp.autocast._region import autocast_scope
 from jaxmp.policy import Policy, get_policy
 
@@ -145,7 +153,7 @@ class Layout:
             if not shape or shape[0] * processes % (parts * microbatches):
                 raise ValueError(
                     f"Batch leaf {name!r} has shape {shape}, whose leading axis does not divide"
-                    f"{split} over the {parts} devices along {_names(self.batch_axes)}. Change the "
+                    f"{split} over the {parts} devices along {quoted(self.batch_axes)}. Change the "
                     "batch size, or drop or pad the last batch."
                 )
 
@@ -271,15 +279,11 @@ def _automatic(mesh: Any) -> Any:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
-def _names(axes: Any) -> str:
-    return ", ".join(map(repr, axes))
-
-
 def _batch_axes(mesh: Any, axes: Any) -> Axes:
     if axes is None:
         if len(mesh.axis_names) != 1:
             raise ValueError(
-                f"The mesh has the axes {_names(mesh.axis_names)}. Say which of them the batch is "
+                f"The mesh has the axes {quoted(mesh.axis_names)}. Say which of them the batch is "
                 f"sharded over, such as batch_axes={mesh.axis_names[0]!r}."
             )
         return tuple(mesh.axis_names)
@@ -292,7 +296,7 @@ def _check_axes(mesh: Any, axes: Axes) -> None:
     for axis in axes:
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"The mesh has no axis {axis!r}; it has {_names(mesh.axis_names)}."
+                f"The mesh has no axis {axis!r}; it has {quoted(mesh.axis_names)}."
                 f"{did_you_mean(str(axis), mesh.axis_names)}"
             )
 
@@ -340,7 +344,7 @@ def _checked(mesh: Any, name: str, spec: Any, shape: tuple[int, ...]) -> tuple[A
         if size % parts:
             raise ValueError(
                 f"Parameter {name!r} has shape {shape}, of which an axis of {size} does not divide "
-                f"over the {parts} devices along {_names(each)}. Shard another axis, or none: "
+                f"over the {parts} devices along {quoted(each)}. Shard another axis, or none: "
                 "jaxmp.sharding.fsdp finds one that divides."
             )
     return axes
@@ -410,12 +414,12 @@ def gather(
     check_axis_name(axes, [], "Parameters")
     if not is_tracked(axes):
         raise ValueError(
-            f"gather over {_names(axes)} needs a shard_map that knows which values differ between "
+            f"gather over {quoted(axes)} needs a shard_map that knows which values differ between "
             "devices, for the gradient: leave check_vma as it is, and use shard_map, not pmap."
         )
     if not set(axes) <= varying(x):
         raise ValueError(
-            f"What is to be gathered over {_names(axes)} is the same on all devices there: give it "
+            f"What is to be gathered over {quoted(axes)} is the same on all devices there: give it "
             "to the shard_map with a spec that cuts it."
         )
     with autocast_scope():

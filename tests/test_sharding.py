@@ -91,18 +91,20 @@ def block(x, layer):
     return x + jnp.tanh(x @ layer["up"] + layer["bias"]) @ layer["down"]
 
 
-def make_loss(body="scan"):
+def make_loss(body="scan", block=block, gathered=lambda rest: rest):
+    """The loss, with how a layer is computed and how the other parameters come to be whole."""
     step = jax.checkpoint(block) if "remat" in body else block
 
     def loss_fn(params, tokens):
-        x = params["embedding"][tokens[:, :-1]]
+        rest = gathered({name: leaf for name, leaf in params.items() if name != "blocks"})
+        x = rest["embedding"][tokens[:, :-1]]
         if "scan" in body:
             x, _ = lax.scan(lambda x, layer: (step(x, layer), None), x, params["blocks"])
         else:
             for i in range(LAYERS):
                 x = step(x, jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]))
-        extra = jnp.mean((x @ params["odd"]) ** 2)
-        losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], tokens[:, 1:])
+        extra = jnp.mean((x @ rest["odd"]) ** 2)
+        losses = optax.softmax_cross_entropy_with_integer_labels(x @ rest["head"], tokens[:, 1:])
         return losses.mean() + extra
 
     return loss_fn
@@ -201,22 +203,8 @@ def sharded_loss(specs, policy, body="scan"):
         specs_of_layer = jax.tree.map(lambda s: P(*tuple(s)[1:]), specs["blocks"])
         return block(x, gathered(layer, specs_of_layer))
 
-    step = jax.checkpoint(own) if "remat" in body else own
-
-    def loss_fn(params, tokens):
-        rest = {k: v for k, v in params.items() if k != "blocks"}
-        rest = gathered(rest, {k: v for k, v in specs.items() if k != "blocks"})
-        x = rest["embedding"][tokens[:, :-1]]
-        if "scan" in body:
-            x, _ = lax.scan(lambda x, layer: (step(x, layer), None), x, params["blocks"])
-        else:
-            for i in range(LAYERS):
-                x = step(x, jax.tree.map(lambda leaf, i=i: leaf[i], params["blocks"]))
-        extra = jnp.mean((x @ rest["odd"]) ** 2)
-        losses = optax.softmax_cross_entropy_with_integer_labels(x @ rest["head"], tokens[:, 1:])
-        return losses.mean() + extra
-
-    return loss_fn
+    rest = {name: spec for name, spec in specs.items() if name != "blocks"}
+    return make_loss(body, own, lambda params: gathered(params, rest))
 
 
 def adam(policy):
@@ -264,21 +252,15 @@ SPLIT = {
 def split_loss(kind):
     """The loss as a person writes it for two axes: layers are cut over the second."""
 
-    def step(x, layer):
+    def own(x, layer):
         up, down = layer["up"], layer["down"]
         if kind == "fsdp+tp":
             up = sharding.gather(up, "data", policy="float32")
             down = sharding.gather(down, "data", axis=1, policy="float32")
         y = x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-5) * layer["scale"]
-        return y + lax.psum(jnp.tanh(y @ up + layer["bias"]) @ down, "model"), None
+        return y + lax.psum(jnp.tanh(y @ up + layer["bias"]) @ down, "model")
 
-    def loss_fn(params, tokens):
-        x, _ = lax.scan(step, params["embedding"][tokens[:, :-1]], params["blocks"])
-        extra = jnp.mean((x @ params["odd"]) ** 2)
-        losses = optax.softmax_cross_entropy_with_integer_labels(x @ params["head"], tokens[:, 1:])
-        return losses.mean() + extra
-
-    return loss_fn
+    return make_loss("scan", own)
 
 
 @pytest.mark.parametrize(("kind", "microbatches"), [("tp", 2), ("fsdp+tp", 1)])

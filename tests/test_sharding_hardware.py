@@ -111,6 +111,22 @@ def test_weights_are_gathered_in_the_compute_dtype_and_gradients_reduced_in_f32(
     assert set(moved(report, *REDUCTIONS)) == {"float32"}
 
 
+def test_a_ring_that_adds_up_is_no_trap():
+    layout = sharding.Layout(
+        AbstractMesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,)), P("data")
+    )
+    w, x = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=layout.batch_sharding())
+        for shape in ((4 * WIDTH, 8 * WIDTH), (64 * WIDTH, 4 * WIDTH))
+    )
+    grad_fn = jaxmp.value_and_grad(
+        lambda w, x: jnp.mean((x @ w) ** 2), "mixed_bfloat16", layout=layout
+    )
+    report = jaxmp.audit(jax.jit(grad_fn), w, x, target=V5E, policy="mixed_bfloat16")
+    assert moved(report.compiled, "collective-permute").keys() == {"float32"}
+    assert not [trap for trap in report.traps if trap.kind.endswith("-collective")]
+
+
 def test_keeping_gathers_once():
     report = compiled(H100, "mixed_bfloat16", "scan", kind="kept")
     assert moved(report, "all-gather") == {"bfloat16": 2 * (3 * LAYER + HEAD)}

@@ -10,7 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
 from jaxmp._dtypes import FLOAT32, HALF_DTYPES
 from jaxmp._jaxpr import Inner, aval_of, dtype_of_var, inner_jaxprs, is_cast_back, is_promotion
-from jaxmp._product import PLAIN_PRODUCTS, Dtypes
+from jaxmp._product import PLAIN_PRODUCTS
 from jaxmp._rebind import evaluate, in_place_of, rewritten_in, spec_of
 from jaxmp.autocast import _control_flow, _rules
 from jaxmp.autocast._activation import (
@@ -24,15 +24,15 @@ from jaxmp.autocast._lookahead import (
     DELICATE,
     GRADIENT,
     MULTIPLIED,
-    OUTPUT,
     PRODUCT,
     Lookahead,
     Uses,
     is_island,
     is_stored_narrow,
 )
+from jaxmp.autocast._multiply import multiply, multiply_exactly
 from jaxmp.autocast._pick import gather_of, scatter_of
-from jaxmp.autocast._places import gathered, met, place_of, placed
+from jaxmp.autocast._places import met, place_of, placed
 from jaxmp.autocast._pool import pool_of
 from jaxmp.autocast._recipe_use import RecipeUse
 from jaxmp.autocast._region import Region, inside
@@ -43,6 +43,7 @@ from jaxmp.autocast._values import (
     FULL,
     GIVEN,
     PURE,
+    WEIGHTS,
     YIELDING,
     Kind,
     State,
@@ -54,8 +55,6 @@ from jaxmp.autocast._values import (
     narrow,
     written_state,
 )
-from jaxmp.fp8 import get_recipe
-from jaxmp.matmul import product_of
 from jaxmp.policy import Policy
 
 
@@ -245,7 +244,7 @@ class Interpreter:
         is_exact = is_selection or _is_angle(states, uses.of(eqn))
         if is_full or (kind == _rules.LOW and is_exact):
             if eqn.primitive.name in PLAIN_PRODUCTS and any(map(place_of, args)):
-                return [_exact_product(eqn, args, states, policy)]
+                return [multiply_exactly(eqn, args, states, policy)]
             is_plain = region.is_full or policy.compute_dtype == FLOAT32
             compute = evaluate if is_plain else _slim
             return _in_dtype(eqn, args, FLOAT32, full_of(states), compute)
@@ -416,7 +415,7 @@ def _follow(
 def _is_sent_weight(eqn: JaxprEqn, kinds: set[Kind], uses: int, policy: Policy) -> bool:
     """Whether the program sends a weight between devices that is multiplied, and nothing else."""
     is_half = policy.compute_dtype in HALF_DTYPES and policy.recipe is None
-    is_weight = kinds <= _WEIGHTS and uses & ~MULTIPLIED == PRODUCT
+    is_weight = kinds <= WEIGHTS and uses & ~MULTIPLIED == PRODUCT
     return eqn.primitive.name in SENDS and is_half and is_weight
 
 
@@ -437,65 +436,6 @@ def _repeated(arg: Value, shape: Sequence[int], primitive: str) -> Value:
 
 def _low(eqn: JaxprEqn, args: Sequence[Value], uses: int, policy: Policy) -> list[Value]:
     if eqn.primitive.name in PLAIN_PRODUCTS:
-        return [_product(eqn, args, uses, policy)]
+        return [multiply(eqn, args, uses, policy)]
     dtype = policy.compute_dtype
     return _in_dtype(eqn, args, dtype, narrow(dtype))
-
-
-_ACTIVATIONS = frozenset({Kind.FULL, Kind.DATA})
-_WEIGHTS = frozenset({Kind.GIVEN, Kind.PURE})
-
-
-def _roles(args: Sequence[Value]) -> tuple[str, str]:
-    """Returns what the operands of a product are: the right one is a weight, if not the left is."""
-    left, right = (arg.state is not None and arg.state.kind in _WEIGHTS for arg in args[:2])
-    return ("w", "x") if left and not right else ("x", "w")
-
-
-def _exact_product(
-    eqn: JaxprEqn, args: Sequence[Value], states: Sequence[State], policy: Policy
-) -> Value:
-    """Computes a matmul or convolution in f32, of weights that are gathered for it."""
-    extras = gathered(args, FLOAT32)
-    dtypes = Dtypes(FLOAT32, FLOAT32, FLOAT32, roles=_roles(args), **_on_mesh(args, policy))
-    dtypes, arrays = dtypes._replace(extras=tuple(extras)), [arg.cast(FLOAT32) for arg in args]
-    return Value(product_of(eqn, dtypes, arrays, *extras.values()), full_of(states))
-
-
-def _on_mesh(args: Sequence[Value], policy: Policy) -> dict[str, Any]:
-    """Returns the parts of `Dtypes` that are about several devices."""
-    left, right = map(place_of, args[:2])
-    return {"places": (left, right), "reduce_dtype": policy.reduce_dtype}
-
-
-def _product(eqn: JaxprEqn, args: Sequence[Value], uses: int, policy: Policy) -> Value:
-    """Computes a matmul or convolution with operands in the compute dtype.
-
-    Masters, and weights that are computed of masters alone, go in as they are: the primitive
-    narrows them, and their gradients come out in f32.
-    """
-    keeps_float32 = policy.activation_dtype == FLOAT32
-    dtype = policy.compute_dtype
-    arrays = [
-        arg.cast(dtype)
-        if arg.state is not None and arg.state.kind in _ACTIVATIONS and not keeps_float32
-        else arg.array
-        for arg in args
-    ]
-    wide = keeps_float32 or _rules.asks_for_float32(eqn) or (is_island(uses) and uses & OUTPUT)
-    out_dtype = FLOAT32 if wide else dtype
-    recipe = get_recipe(policy.recipe)
-    extras = {} if recipe is not None else gathered(args, dtype)
-    dtypes = Dtypes(
-        dtype,
-        policy.accum_dtype,
-        out_dtype,
-        recipe,
-        _roles(args),
-        extras=tuple(extras),
-        **_on_mesh(args, policy),
-    )
-    product = product_of(eqn, dtypes, arrays, *extras.values())
-    result = Value(product, FULL if wide else narrow(dtype))
-    # An island begins here: widened once, for all that use it, whatever calls they are in.
-    return result.held_as(FULL) if is_island(uses) else result

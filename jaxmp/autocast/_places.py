@@ -10,9 +10,7 @@ from jaxmp._jaxpr import aval_of
 from jaxmp._placement import Placement
 from jaxmp._product import GATHERED, PLAIN_PRODUCTS
 from jaxmp.autocast import _rules
-from jaxmp.autocast._values import Kind, State, Value
-
-_WEIGHTS = frozenset({Kind.GIVEN, Kind.PURE})
+from jaxmp.autocast._values import WEIGHTS, State, Value
 
 
 def place_of(value: Value) -> Placement | None:
@@ -34,7 +32,7 @@ def placed(eqn: JaxprEqn, args: Sequence[Value], results: Sequence[Value]) -> li
     if eqn.primitive.name == "gather" and place_of(args[0]) is not None:
         return [Value(known[0].looked_up(eqn, value.array), value.state) for value in results]
     return [
-        _at(value, place if value.state is not None and value.state.kind in _WEIGHTS else None)
+        _at(value, place if value.state is not None and value.state.kind in WEIGHTS else None)
         for value in results
     ]
 
@@ -56,7 +54,14 @@ def met(eqn: JaxprEqn, args: list[Value]) -> list[Value]:
     is_met = any(np.ndim(arg.array) for arg in others)
     if not is_met or _place_of_result(eqn, args, known) is not None:
         return args
-    return [arg if place_of(arg) is None else arg.whole() for arg in args]
+    return list(map(_whole, args))
+
+
+def _whole(value: Value) -> Value:
+    place = place_of(value)
+    if place is None:
+        return value
+    return _at(Value(place.gather_exactly(value.array), value.state), None)
 
 
 def _place_of_result(
@@ -96,7 +101,7 @@ def recomputed(value: Value, is_recomputed: bool = True) -> Value:
 def gathered(args: Sequence[Value], dtype: np.dtype) -> dict[str, Any]:
     """Returns operands of a product that are gathered before it, by the names of its extras."""
     return {
-        name: arg.gathered(dtype)
+        name: arg.gathered(place, dtype)
         for name, arg in zip(GATHERED, args, strict=False)
         if (place := place_of(arg)) is not None and place.is_shared
     }

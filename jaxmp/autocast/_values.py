@@ -54,6 +54,8 @@ class State(NamedTuple):
 GIVEN, DATA, PURE, FULL = map(State, (Kind.GIVEN, Kind.DATA, Kind.PURE, Kind.FULL))
 # They are narrowed where they meet a half value.
 YIELDING = frozenset({Kind.GIVEN, Kind.DATA})
+# They are parameters, or made of parameters alone.
+WEIGHTS = frozenset({Kind.GIVEN, Kind.PURE})
 
 
 def narrow(dtype: np.dtype) -> State:
@@ -127,19 +129,12 @@ class Value:
             self._casts[dtype] = cast(self.array, dtype)
         return self._casts[dtype]
 
-    def gathered(self, dtype: np.dtype) -> Any:
-        """Returns a constant: the array in a dtype, where its place has it gathered."""
-        if dtype not in self._gathered and self.state is not None and self.state.place is not None:
+    def gathered(self, place: Placement, dtype: np.dtype) -> Any:
+        """Returns a constant: the array in a dtype, gathered from its place."""
+        if dtype not in self._gathered:
             narrow = lax.convert_element_type(lax.stop_gradient(self.array), dtype)
-            self._gathered[dtype] = self.state.place.gather(narrow)
+            self._gathered[dtype] = place.gather(narrow)
         return self._gathered[dtype]
-
-    def whole(self) -> "Value":
-        """Returns the value where its place has it gathered, as it is."""
-        if self.state is None or self.state.place is None:
-            return self
-        array = self.state.place.gather_exactly(self.array)
-        return Value(array, self.state._replace(place=None))
 
     def settle(self, state: State) -> None:
         """Holds the value in another state from now on."""
