@@ -27,6 +27,7 @@ class Placement:
         regather: whether a backward pass gathers again, so that nothing is kept for it.
         is_recomputed: whether it is multiplied in what `jax.checkpoint` recomputes anyway.
         rows: how many the batch has; None if that is not known.
+        by_axis: whether it is sent along one mesh axis after the other.
     """
 
     mesh: Any
@@ -35,6 +36,7 @@ class Placement:
     regather: bool = True
     is_recomputed: bool = False
     rows: int | None = None
+    by_axis: bool = False
 
     @property
     def is_shared(self) -> bool:
@@ -50,7 +52,9 @@ class Placement:
 
         Both ends are constraints: with one, the partitioner may gather what it was computed of.
         """
-        return self._constrained(self.scatter(x), self._whole())
+        for spec in self._steps():
+            x = self._constrained(x, spec)
+        return x
 
     def gather_exactly(self, x: jax.Array) -> jax.Array:
         """`gather`, whose gradient is added up into the part that each device has."""
@@ -102,7 +106,22 @@ class Placement:
 
     def scatter(self, x: jax.Array) -> jax.Array:
         """Returns an array as it is stored: sums over devices end in their own part of it."""
-        return self._constrained(x, self.spec)
+        for spec in reversed(self._steps()[:-1]):
+            x = self._constrained(x, spec)
+        return x
+
+    def _steps(self) -> list[Sequence[Axes]]:
+        """Returns how an array is sharded from where it is stored to where all of it is."""
+        steps: list[Sequence[Axes]] = [self.spec]
+        longest = max(map(len, self.spec), default=0) if self.by_axis else 0
+        # The last of the axes first: what it leaves is one piece.
+        for i in reversed(range(1, longest)):
+            fewer = [
+                tuple(a for j, a in enumerate(axes) if j != i or a not in self.batch_axes)
+                for axes in steps[-1]
+            ]
+            steps.append(fewer)
+        return [*steps, self._whole()]
 
     def _constrained(self, x: jax.Array, spec: Sequence[Axes]) -> jax.Array:
         places = PartitionSpec(*(axes or None for axes in spec))

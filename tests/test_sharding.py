@@ -282,8 +282,19 @@ def test_ten_steps_of_layers_that_are_cut_in_a_shard_map(kind, microbatches):
     np.testing.assert_allclose(info.grad_norm, plain(first, batches(1)[0])[1].grad_norm, rtol=F32)
 
 
-def test_keeping_what_was_gathered_changes_no_number():
-    layout = sharding.Layout(make_mesh(8), SPECS["fsdp"], regather=False)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh": make_mesh(8), "regather": False},
+        {"mesh": make_mesh(4, 2), "batch_axes": ("data", "model"), "by_axis": True},
+        {"mesh": make_mesh(4, 2), "batch_axes": ("model", "data"), "by_axis": True},
+        {"mesh": make_mesh(4, 2), "batch_axes": "model", "by_axis": True},
+    ],
+)
+def test_how_weights_are_gathered_changes_no_number(options):
+    axes = ("data", "model") if options.get("by_axis") else "data"
+    specs = jax.tree.map(lambda spec: P(*(part and axes for part in spec)), SPECS["fsdp"])
+    layout = sharding.Layout(specs=specs, **options)
     step = jaxmp.make_train_step(make_loss(), transform("float32"), "float32", layout=layout)
     found = train(step, layout.place(start("float32")), map(layout.place_batch, batches()))
     assert_same_training(found, alone(), F32)

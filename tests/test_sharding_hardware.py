@@ -127,6 +127,32 @@ def test_a_ring_that_adds_up_is_no_trap():
     assert not [trap for trap in report.traps if trap.kind.endswith("-collective")]
 
 
+def test_over_two_axes_of_a_pod_one_after_the_other():
+    """Along one of 64 chips libtpu writes sums, which send twice as much."""
+    mesh = AbstractMesh((8, 8), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    params = jax.eval_shape(lambda: init(3)["blocks"])
+    layout = sharding.fsdp(params, mesh, batch_axes=("x", "y"), by_axis=True, min_size=2**20)
+    params, x = (
+        jax.tree.map(lambda leaf, place: leaf.update(sharding=place), tree, places)
+        for tree, places in (
+            (params, layout.shardings(params)),
+            (jax.ShapeDtypeStruct((128, LENGTH, WIDTH), jnp.float32), layout.batch_sharding()),
+        )
+    )
+
+    def loss_fn(params, x):
+        y, _ = lax.scan(lambda y, w: (jax.checkpoint(block)(y, w), None), x, params)
+        return jnp.mean(y**2)
+
+    grad_fn = jaxmp.value_and_grad(loss_fn, "mixed_bfloat16", layout=layout)
+    report = jaxmp.audit(jax.jit(grad_fn), params, x, target="tpu:v5e:8x8", float32=False).compiled
+    # Both passes, of an eighth along the first axis and of all along the second.
+    assert moved(report, "all-gather") == {"bfloat16": 2 * 2 * 3 * (LAYER + LAYER // 8)}
+    # Each keeps an eighth, and then a part of that.
+    assert moved(report, "reduce-scatter")["float32"] >= 4 * 3 * LAYER // 8
+    assert moved(report, "all-reduce", least=4 * LAYER // 4) == {}
+
+
 def test_keeping_gathers_once():
     report = compiled(H100, "mixed_bfloat16", "scan", kind="kept")
     assert moved(report, "all-gather") == {"bfloat16": 2 * (3 * LAYER + HEAD)}
