@@ -13,7 +13,7 @@ from jaxmp import optim
 from tests import reference_gpt
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-SHAPE = reference_gpt.Shape(width=64, heads=2, layers=1, length=64, vocabulary=256, batch=8)
+SHAPE = reference_gpt.Shape(width=64, heads=2, layers=1, length=32, vocabulary=256, batch=8)
 STEPS, SEEN = 300, 20
 
 
@@ -73,7 +73,7 @@ def last_loss(way):
 
 @pytest.mark.slow
 def test_narrow_parameters_and_state_end_where_float32_does():
-    # With other batches the ratios are within 1.3% of 1 for each way, and 4% to 6% above for plain.
+    # With other batches the ratios are within 1.3% of 1 for each way, and 5% to 8% above for plain.
     right = last_loss("float32")
     for way in ("eight bits", "kahan", "stochastic_rounding"):
         assert abs(last_loss(way) / right - 1) < 0.02, way
