@@ -13,7 +13,15 @@ from jaxmp import _tree
 from jaxmp._dtypes import FLOAT16, dtype_of, has_gradient
 from jaxmp._fp8_state import check_fp8_state
 from jaxmp._loss import check_loss
-from jaxmp._mapped import as_axes, check_axis_name, mean_gradient, mean_of, vary
+from jaxmp._mapped import (
+    as_axes,
+    check_axis_name,
+    check_no_sum,
+    check_own_loss,
+    mean_gradient,
+    mean_of,
+    vary,
+)
 from jaxmp._placement import Placement
 from jaxmp.autocast import autocast_loss, check_runnable, with_given
 from jaxmp.fp8._state import Given, new_meters, scales_for, seen_without
@@ -52,7 +60,9 @@ def value_and_grad(
         layout: how what is differentiated lies on a mesh, for XLA to cut up; gradients lie alike.
         axis_name: the mapped axis or axes of a `shard_map` or `pmap` around: the function is a mean
             over this device's part of a batch, and the mean over devices of loss and gradients is
-            returned, reduced in the policy's `reduce_dtype`; `aux` stays that of the device.
+            returned, reduced in the policy's `reduce_dtype`; `aux` stays that of the device. `()`
+            for what `jax.grad` gives there: the sum over devices if a `shard_map` knows that
+            parameters are the same on all, else the gradients of this device.
 
     Returns:
         A function of the arguments of `fun` that returns `(loss, grads)`, or
@@ -63,8 +73,9 @@ def value_and_grad(
     Raises:
         ValueError: if the policy names a recipe that is not there, or one that needs an
             `fp8_state`; if a `layout` is given for several arguments, or with an `axis_name`; when
-            called, if the loss is no real scalar, if there is nothing to
-            differentiate, or if the `fp8_state` is of another function, policy or batch size.
+            called, if the loss is no real scalar, if there is nothing to differentiate, if
+            gradients would be summed over devices unasked or averaged twice, or if the `fp8_state`
+            is of another function, policy or batch size.
 
     Warns:
         UserWarning: if anything is computed in f16 and no loss scale is given; when called, if the
@@ -104,9 +115,27 @@ def value_and_grad(
         weights={},
         layout=layout,
     )
-    if axis_name is None:
+    if layout is not None:
         return grad_fn
+    if axis_name is None:
+        return _not_summed(grad_fn, argnums, has_aux)
     return _averaged(grad_fn, policy, argnums, has_aux, as_axes(axis_name))
+
+
+def _not_summed(
+    grad_fn: Callable[..., Any], argnums: int | Sequence[int], has_aux: bool
+) -> Callable[..., Any]:
+    """Returns the function, which refuses to add up gradients over devices unasked."""
+
+    @functools.wraps(grad_fn)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        value, *rest = grad_fn(*args, **kwargs)
+        chosen = [args[position] for position in _positions(argnums, len(args))]
+        floats = [leaf for leaf in jax.tree.leaves(chosen) if _has_gradient(leaf)]
+        check_no_sum(value[0] if has_aux else value, floats)
+        return value, *rest
+
+    return wrapped
 
 
 def _averaged(
@@ -128,6 +157,7 @@ def _averaged(
         mean = functools.partial(mean_gradient, axes=axes, dtype=policy.reduce_dtype)
         grads = jax.tree.map(mean, grads, chosen if isinstance(argnums, Sequence) else chosen[0])
         loss, *aux = value if has_aux else (value,)
+        check_own_loss(loss, axes)
         loss = mean_of(loss, axes)
         seen = jax.tree.map(functools.partial(mean_of, axes=axes), seen)
         return ((loss, *aux) if has_aux else loss), grads, *seen

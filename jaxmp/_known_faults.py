@@ -190,4 +190,17 @@ FAULTS = (
         ),
         remedy="Leave preferred_element_type out: cuDNN accumulates in float32 anyway.",
     ),
+    Fault(
+        name="grouped-convolution-on-a-mesh",
+        since="0.10.0",
+        symptom=(
+            "Where a batch is sharded over some axes of a mesh only, as beside tensor parallel "
+            "layers, the partitioner multiplies the weight gradient of a grouped or depthwise "
+            "convolution by the number of devices along the others."
+        ),
+        remedy=(
+            "Shard the batch over all axes, or give jaxmp the layout (jaxmp.sharding.Layout): it "
+            "does so for that gradient."
+        ),
+    ),
 )

@@ -28,7 +28,7 @@ def mapped_axes() -> Axes:
 
 def varying(value: Any) -> frozenset[str]:
     """Returns the mapped axes over which a value differs, as far as its type says."""
-    aval: Any = jax.typeof(value)
+    aval: Any = value if isinstance(value, jax.ShapeDtypeStruct) else jax.typeof(value)
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", None) or getattr(manual, "varying", None) or ())
 
@@ -72,10 +72,35 @@ def check_axis_name(axis_name: Any, values: Sequence[Any], what: str) -> None:
         remedy = f"Give axis_name={named!r}"
         if not all(axis.isidentifier() and not axis.startswith("_") for axis in missing):
             remedy = "Give the pmap a name for its axis, and axis_name the same"
+        if axis_name is None:
+            remedy += "; or axis_name=() if they are the same on all devices already"
         raise ValueError(
             f"{what} may differ between devices along {quoted(missing)}, mapped by a shard_map or "
-            f"pmap around, and each device would decide for itself. {remedy}; or axis_name=() if "
-            "they are the same on all devices already."
+            f"pmap around, and each device would decide for itself. {remedy}."
+        )
+
+
+def check_own_loss(loss: Any, axes: Axes) -> None:
+    """Raises ValueError if a loss is no device's own: its gradients would be averaged twice."""
+    if is_tracked(axes) and (same := sorted(set(axes) - varying(loss))):
+        raise ValueError(
+            f"The loss is the same on all devices along {quoted(same)}, as jax.lax.pmean makes it, "
+            f"but it is averaged over them by axis_name={axes!r}. Return the mean over this "
+            "device's part of the batch, without a pmean or psum along these axes."
+        )
+
+
+def check_no_sum(loss: Any, params: Sequence[Any]) -> None:
+    """Raises ValueError if gradients are the sum over devices of those of their losses."""
+    if not is_tracked(mapped_axes()):
+        return
+    summed = sorted(varying(loss) - frozenset.intersection(*map(varying, params)))
+    if summed:
+        named = summed[0] if len(summed) == 1 else tuple(summed)
+        raise ValueError(
+            f"The loss differs between devices along {quoted(summed)}, mapped by a shard_map "
+            "around, and parameters do not: their gradients are the sum over devices, not the "
+            f"mean. Give axis_name={named!r} for means; or axis_name=() if the sum is meant."
         )
 
 

@@ -123,6 +123,25 @@ class Placement:
             steps.append(fewer)
         return [*steps, self._whole()]
 
+    def for_grouped_sum(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        """Returns the operands of a convolution in groups that sums over the rows of a batch.
+
+        Rows are spread over all axes: where one is left over, XLA adds up what devices along it
+        have alike, so that the gradient of a grouped convolution is too large.
+        """
+        idle = [
+            a for a in self.mesh.axis_names if a not in self.batch_axes and self.parts((a,)) > 1
+        ]
+        if not idle or eqn.params.get("batch_group_count", 1) == 1:
+            return list(operands)
+        numbers, axes = eqn.params["dimension_numbers"], (*self.batch_axes, *idle)
+        result = []
+        for x, dim in zip(operands, (numbers.lhs_spec[1], numbers.rhs_spec[1]), strict=True):
+            is_even = x.shape[dim] % self.parts(axes) == 0
+            spec = [axes if is_even and i == dim else () for i in range(x.ndim)]
+            result.append(self._constrained(x, spec))
+        return result
+
     def _constrained(self, x: jax.Array, spec: Sequence[Axes]) -> jax.Array:
         places = PartitionSpec(*(axes or None for axes in spec))
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, places))

@@ -146,6 +146,7 @@ def _replay(
     *,
     places: Sequence[Placement | None],
     of_gradient: bool = False,
+    into: Placement | None = None,
 ) -> Any:
     """Runs a traced rule of one result with the mixed product for the plain one.
 
@@ -157,6 +158,7 @@ def _replay(
         places: of the arguments.
         of_gradient: whether the first argument is the gradient of a result. The role of the other
             one is then the first of `dtypes`.
+        into: where the result is to lie.
     """
     gradients = set(jaxpr.jaxpr.invars[:1]) if of_gradient else set()
     values = dict(zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True))
@@ -178,6 +180,8 @@ def _replay(
                 is_left = _is_among(eqn.invars[0], gradients)
                 own = dtypes._replace(roles=("g", role) if is_left else (role, "g"))
                 own = own.for_operands(eqn.primitive, eqn.params, *operands[:2])
+            if into is not None:
+                operands = into.for_grouped_sum(eqn, operands)
             kept = extras if own.recipe is not None else {}
             left, right = map(place_of, eqn.invars[:2])
             own = own._replace(extras=tuple(kept), places=(left, right))
@@ -268,7 +272,13 @@ def _transpose(cotangent: Any, *operands: Any, **params: Any) -> list[Any]:
     out_dtype = aval.dtype if place is None else _narrower(aval.dtype, dtypes.reduce_dtype)
     own = dtypes._replace(out_dtype=out_dtype, roles=(role, role))
     gradient = _replay(
-        jaxpr, (cotangent, *others), own, extras, places=(None, *places), of_gradient=True
+        jaxpr,
+        (cotangent, *others),
+        own,
+        extras,
+        places=(None, *places),
+        of_gradient=True,
+        into=place,
     )
     if place is not None:
         gradient = lax.convert_element_type(place.scatter(gradient), aval.dtype)

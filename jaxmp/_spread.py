@@ -48,8 +48,20 @@ class Alone:
         return rng
 
     def weighted(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a loss whose plain mean over devices is the mean that is wanted."""
-        return fun
+        """Returns a loss whose plain mean over devices is the mean that is wanted.
+
+        Besides its output it returns what `counted` takes.
+        """
+
+        def own(params: Any, batch: Any) -> tuple[Any, tuple[LossOutput, Any]]:
+            loss, output = fun(params, batch)
+            return loss, (output, None)
+
+        return own
+
+    def counted(self, grads: Any, _counts: Any) -> Any:
+        """Returns gradients without those of a loss that has no weight."""
+        return grads
 
     def zeros(self, zeros: jax.Array, _param: Any) -> jax.Array:
         """Returns zeros that gradients of a parameter can be added to."""
@@ -135,15 +147,26 @@ class Mapped(Alone):
     def weighted(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a loss that is multiplied by the weight it has among those of the devices."""
 
-        def own(params: Any, batch: Any) -> tuple[Any, LossOutput]:
+        def own(params: Any, batch: Any) -> tuple[Any, tuple[LossOutput, Any]]:
             loss, output = fun(params, batch)
+            _mapped.check_own_loss(loss, self.axes)
             mean = self._mean(output.weight)
             share = jnp.where(mean > 0, output.weight / mean, 1)
             metrics = jax.tree.map(functools.partial(_times, share), output.metrics)
             output = dataclasses.replace(output, weight=mean, metrics=metrics)
-            return jnp.where(share > 0, loss * share, 0), output
+            return jnp.where(share > 0, loss * share, 0), (output, share > 0)
 
         return own
+
+    def counted(self, grads: Any, counts: Any) -> Any:
+        """Returns gradients, zero where this device's part has no weight, NaN included."""
+
+        def leaf_fn(name: str, grad: Any) -> Any:
+            if _tree.is_overwritten(name) or not has_gradient(dtype_of(grad)):
+                return grad
+            return jnp.where(counts, grad, jnp.zeros_like(grad))
+
+        return _tree.map_named(leaf_fn, grads)
 
     def zeros(self, zeros: jax.Array, param: Any) -> jax.Array:
         """Returns zeros that gradients of a parameter can be added to."""
@@ -183,9 +206,11 @@ class Mapped(Alone):
         if value.ndim:
             # A sum, since the type of what is gathered says that it may differ.
             size = _mapped.axis_size(self.axes)
-            parts = jnp.zeros((size, *value.shape), value.dtype)
-            parts = _mapped.vary(parts, self.axes).at[lax.axis_index(self.axes)].set(value)
-            return lax.psum(parts, self.axes).reshape(-1, *value.shape[1:])
+            own = value.astype(jnp.int32) if value.dtype == jnp.bool_ else value
+            parts = jnp.zeros((size, *own.shape), own.dtype)
+            parts = _mapped.vary(parts, self.axes).at[lax.axis_index(self.axes)].set(own)
+            merged = lax.psum(parts, self.axes).reshape(-1, *own.shape[1:])
+            return merged.astype(value.dtype)
         if has_gradient(dtype_of(value)):
             return lax.pmean(value, self.axes)
         if value.dtype == jnp.bool_:
@@ -195,7 +220,12 @@ class Mapped(Alone):
     def _statistic(self, value: Any) -> Any:
         if has_gradient(dtype_of(value)):
             return self._mean(value)
-        return lax.pmax(value, self.axes) if self.axes else value
+        if not self.axes:
+            return value
+        if _tree.is_key(value):
+            largest = lax.pmax(jax.random.key_data(value), self.axes)
+            return jax.random.wrap_key_data(largest, impl=jax.random.key_impl(value))
+        return lax.pmax(value, self.axes)
 
 
 def _times(share: jax.Array, metric: jax.Array) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from jaxmp._mapped import (
     as_axes,
     check_axis_name,
     is_tracked,
+    mapped_axes,
     quoted,
     reduced,
     varying,
@@ -105,7 +107,16 @@ class Layout:
         return _tree.map_named(leaf_fn, tree)
 
     def place(self, tree: Any, params: Any = None) -> Any:
-        """Puts parameters, or a state that holds some, where they belong; see `shardings`."""
+        """Puts parameters, or a state that holds some, where they belong; see `shardings`.
+
+        Raises:
+            ValueError: if the mesh is an abstract one; see `shardings` for others.
+        """
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError(
+                "The mesh of this layout is abstract, so nothing can be put on its devices: make a "
+                "layout of a mesh of devices, or use shardings."
+            )
         return jax.device_put(tree, self.shardings(tree, params))
 
     def create(self, make: Callable[[], Any]) -> Any:
@@ -152,14 +163,21 @@ class Layout:
         """
         parts = math.prod(self.mesh.shape[axis] for axis in self.batch_axes)
         split = f" in {microbatches} microbatches" if microbatches > 1 else ""
+        other = " or the number of microbatches" if split else ""
 
         def leaf_fn(name: str, leaf: Any) -> None:
             shape = np.shape(leaf)
-            if not shape or shape[0] * processes % (parts * microbatches):
+            if not shape:
+                raise ValueError(
+                    f"Batch leaf {name!r} is a scalar, but every leaf of a batch is spread over "
+                    "the devices by its leading axis. Broadcast it to one number for each row, or "
+                    "let the loss function have it from elsewhere."
+                )
+            if shape[0] * processes % (parts * microbatches):
                 raise ValueError(
                     f"Batch leaf {name!r} has shape {shape}, whose leading axis does not divide"
                     f"{split} over the {parts} devices along {quoted(self.batch_axes)}. Change the "
-                    "batch size, or drop or pad the last batch."
+                    f"batch size{other}, or drop or pad the last batch."
                 )
 
         _tree.map_named(leaf_fn, batch)
@@ -187,7 +205,16 @@ class Layout:
         return lax.with_sharding_constraint(batch, self.batch_sharding())
 
     def scope(self) -> Any:
-        """Within a jitted function, has the mesh's axes automatic, whatever mesh is set around."""
+        """Within a jitted function, has the mesh's axes automatic, whatever mesh is set around.
+
+        Raises:
+            ValueError: in a `shard_map` or `pmap`.
+        """
+        if mapped := mapped_axes():
+            raise ValueError(
+                "A layout is for what jit alone runs over a whole mesh, but a shard_map or pmap "
+                f"around maps {quoted(mapped)}. Give axis_name there, and no layout."
+            )
         return jax.sharding.use_abstract_mesh(getattr(self.mesh, "abstract_mesh", self.mesh))
 
     def placements(self, params: Any, rows: int | None = None) -> list[Placement | None]:
@@ -237,9 +264,13 @@ def fsdp(
         shard_axes: the axes of the mesh that parameters are sharded over; those of the batch if
             left out, a part of them to keep copies (as over the hosts of a cluster).
         specs: what is sharded already, over other axes (tensor parallelism); see `Layout`.
-        min_size: elements below which a parameter stays on every device.
+        min_size: elements below which a parameter stays on every device; a small one is not worth
+            the exchanges.
         regather: see `Layout`.
         by_axis: see `Layout`.
+
+    Warns:
+        UserWarning: if no parameter is sharded.
 
     Example:
         >>> mesh = jax.make_mesh((len(jax.devices()),), ("data",))
@@ -263,9 +294,18 @@ def fsdp(
         best = max(last, key=lambda i: shape[i])
         return _partition_spec([axes if i == best else each for i, each in enumerate(spec)])
 
+    found = _tree.map_named(leaf_fn, params)
+    used = [axis for spec in jax.tree.leaves(found, is_leaf=_is_spec) for axis in _axes_of(spec)]
+    if own and parts > 1 and not any(used):
+        warnings.warn(
+            f"fsdp sharded none of {len(own)} parameters: each has fewer than min_size={min_size} "
+            f"elements, or no axis that divides over {parts} devices. Give a smaller min_size, or "
+            "jaxmp.sharding.Layout(mesh) for data parallelism.",
+            stacklevel=2,
+        )
     return Layout(
         base.mesh,
-        _tree.map_named(leaf_fn, params),
+        found,
         batch_axes=base.batch_axes,
         regather=regather,
         by_axis=by_axis,
@@ -273,7 +313,12 @@ def fsdp(
 
 
 def check_one_of(layout: Layout | None, axis_name: Any) -> None:
-    """Raises ValueError if both ways of using several devices are asked for."""
+    """Raises ValueError if both ways of using several devices are asked for, or none that is."""
+    if layout is not None and not isinstance(layout, Layout):
+        raise ValueError(
+            f"layout is a {type(layout).__name__}, but must be a jaxmp.sharding.Layout: give "
+            "Layout(mesh, specs), or fsdp(params, mesh)."
+        )
     if layout is not None and axis_name is not None:
         raise ValueError(
             f"Both layout and axis_name={axis_name!r} were given. A layout is for a step over a "
@@ -282,6 +327,11 @@ def check_one_of(layout: Layout | None, axis_name: Any) -> None:
 
 
 def _automatic(mesh: Any) -> Any:
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"mesh is a {type(mesh).__name__}, but must be a jax.sharding.Mesh or AbstractMesh, "
+            "such as jax.make_mesh((len(jax.devices()),), ('data',))."
+        )
     types = (AxisType.Auto,) * len(mesh.axis_names)
     if isinstance(mesh, AbstractMesh):
         return AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types)
@@ -296,8 +346,14 @@ def _batch_axes(mesh: Any, axes: Any) -> Axes:
                 f"sharded over, such as batch_axes={mesh.axis_names[0]!r}."
             )
         return tuple(mesh.axis_names)
+    if not isinstance(axes, str | tuple | list):
+        raise ValueError(
+            f"batch_axes is {axes!r}, but must be the name of an axis of the mesh, or several."
+        )
     axes = as_axes(axes)
     _check_axes(mesh, axes)
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"batch_axes is {axes}, which names an axis twice. Name it once.")
     return axes
 
 
@@ -321,6 +377,11 @@ def _axes_of(spec: Any) -> Iterator[Axes]:
             f"A spec is {spec!r}, but must be a jax.sharding.PartitionSpec or NamedSharding."
         )
     for axes in spec.spec if isinstance(spec, NamedSharding) else spec:
+        if axes is PartitionSpec.UNCONSTRAINED:
+            raise ValueError(
+                f"A spec is {spec}, but a layout says of every dimension where it lies. Name the "
+                "axes of the mesh, or None."
+            )
         yield () if axes is None else as_axes(axes)
 
 
@@ -335,9 +396,22 @@ def _broadcast(specs: Any, params: Any) -> Any:
         return jax.tree.broadcast(specs, params, is_leaf=_is_spec)
     except ValueError as error:
         raise ValueError(
-            f"The specs of a layout do not fit the parameters: {error}. Give a tree of the "
-            "structure of the parameters, or one spec for all."
+            f"The specs of a layout do not fit the parameters: {_misfit(specs, params) or error}. "
+            "Give a tree of the structure of the parameters, or one spec for all; of an "
+            "optimizer's state pass the parameters too: layout.place(opt_state, params)."
         ) from error
+
+
+def _misfit(specs: Any, params: Any) -> str:
+    """Returns which parameter has no spec, or which spec is of none; "" if names do not tell."""
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(specs, is_leaf=_is_spec)]
+    given = set(map(_tree.path_name, paths))
+    found = set(_tree.leaf_names(params))
+    lacking = sorted(name for name in found if not any(map(name.startswith, given)))
+    unused = sorted(name for name in given if not any(each.startswith(name) for each in found))
+    if lacking:
+        return f"there is none for {lacking[0]!r}"
+    return f"{unused[0]!r} is no parameter" if unused else ""
 
 
 def _checked(mesh: Any, name: str, spec: Any, shape: tuple[int, ...]) -> tuple[Axes, ...]:
@@ -348,6 +422,8 @@ def _checked(mesh: Any, name: str, spec: Any, shape: tuple[int, ...]) -> tuple[A
             f"Parameter {name!r} has shape {shape}, but its spec {spec} has {len(axes)} axes."
         )
     axes = axes + ((),) * (len(shape) - len(axes))
+    # As a compiled program gives it: along an axis of one device nothing is cut.
+    axes = tuple(tuple(axis for axis in each if mesh.shape[axis] > 1) for each in axes)
     for size, each in zip(shape, axes, strict=True):
         parts = math.prod(mesh.shape[axis] for axis in each)
         if size % parts:
@@ -360,14 +436,15 @@ def _checked(mesh: Any, name: str, spec: Any, shape: tuple[int, ...]) -> tuple[A
 
 
 def _parameter_in(name: str, known: Any) -> str | None:
-    """Returns the parameter whose name is a part of that of a leaf: the longest, and the last."""
+    """Returns the parameter that a leaf is of: its name is a part, the longest and the last."""
     parts = name.split("/")
     for length in range(len(parts), 0, -1):
         for start in range(len(parts) - length, -1, -1):
             part = "/".join(parts[start : start + length])
             if part in known:
                 return part
-    return None
+    # Parameters that are one array have no name.
+    return "" if "" in known else None
 
 
 def _shared(
@@ -386,8 +463,8 @@ def gather(
     x: Any,
     axis_name: str | Sequence[str],
     *,
+    policy: Policy | str,
     axis: int = 0,
-    policy: Policy | str = "mixed_bfloat16",
 ) -> jax.Array:
     """Returns all of a parameter of which each device has a part, within a `jax.shard_map`.
 
@@ -398,8 +475,8 @@ def gather(
     Args:
         x: this device's part: f32, bf16 or f16[...].
         axis_name: the mapped axis or axes that it is cut over.
+        policy: that of the step: gives `compute_dtype` and `reduce_dtype`.
         axis: of the parameter, along which it is cut.
-        policy: gives `compute_dtype` and `reduce_dtype`.
 
     Returns:
         All of it, in the dtype of `x`: numbers of the compute dtype.
@@ -412,7 +489,7 @@ def gather(
         >>> auto = (jax.sharding.AxisType.Auto,)
         >>> mesh = jax.make_mesh((len(jax.devices()),), ("data",), axis_types=auto)
         >>> def local(w, x):
-        ...     return x @ gather(w, "data")
+        ...     return x @ gather(w, "data", policy="mixed_bfloat16")
         >>> specs = {"in_specs": (jax.P("data"), jax.P("data")), "out_specs": jax.P("data")}
         >>> y = jax.shard_map(local, mesh=mesh, **specs)(jnp.ones((16, 2)), jnp.ones((8, 16)))
         >>> y.shape

@@ -275,7 +275,8 @@ class _Step:
                 weights=weights,
                 layout=spread.placed,
             )
-            (loss, output), grads, *seen = grad_fn(params, part)
+            (loss, (output, counts)), grads, *seen = grad_fn(params, part)
+            grads = spread.counted(grads, counts)
             new_model_state = _tree.like(output.model_state, model_state)
             output = _tree.replace_state(output, loss=loss, model_state=new_model_state)
             return output, (grads, seen)

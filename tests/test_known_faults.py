@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxmp import all_finite
 from jaxmp._known_faults import FAULTS, faults_of, release
@@ -71,6 +72,21 @@ def fp8_does_not_saturate():
     return bool(jnp.isnan(four.astype(jnp.float32)) & jnp.isinf(five.astype(jnp.float32)))
 
 
+def grouped_convolution_on_a_mesh():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    w, x = jnp.ones((3, 2, 8)), jnp.ones((8, 5, 8))
+
+    def loss(w, x):
+        numbers = ("NWC", "WIO", "NWC")
+        return lax.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=numbers, feature_group_count=4
+        ).sum()
+
+    spread = NamedSharding(mesh, PartitionSpec("data"))
+    found = jax.jit(jax.grad(loss))(w, jax.device_put(x, spread))
+    return not jnp.allclose(found, jax.grad(loss)(w, x))
+
+
 def raises(words, function, *args):
     try:
         jax.block_until_ready(function(*args))
@@ -89,6 +105,7 @@ SHOWN = {
     "mixed-operands": mixed_operands,
     "wide-cotangent": wide_cotangent,
     "fp8-does-not-saturate": fp8_does_not_saturate,
+    "grouped-convolution-on-a-mesh": grouped_convolution_on_a_mesh,
 }
 
 

@@ -99,8 +99,35 @@ class TestShardings:
         assert {leaf.sharding.spec for leaf in jax.tree.leaves(batch)} == {P("data")}
         assert batch["y"].tolist() == list(range(8))
 
+    def test_parameters_that_are_one_array(self):
+        layout = sharding.Layout(MESH, P("data"))
+        w = jnp.ones((16, 32))
+        state = layout.place(jaxmp.TrainState.create(w, transform()))
+        inner = state.opt_state.inner_state[0]
+        assert {leaf.sharding.spec for leaf in (state.params, inner.mu, inner.nu)} == {P("data")}
+        assert layout.place(transform().init(w), w).inner_state[0].mu.sharding.spec == P("data")
+        assert state.step.sharding.spec == P()
+
+    @pytest.mark.parametrize("sizes", [(1,), (8, 1)])
+    def test_along_an_axis_of_one_device_nothing_is_cut(self, sizes):
+        specs = {"w": P("model", "data") if len(sizes) == 2 else P("data"), "b": P()}
+        mesh = jax.make_mesh(
+            sizes, ("data", "model")[: len(sizes)], devices=jax.devices()[: sizes[0]]
+        )
+        layout = sharding.Layout(mesh, specs, batch_axes="data")
+        step, state = make_step(layout=layout), layout.place(start())
+        for _ in range(2):
+            state, _ = step(state, layout.place_batch(BATCH))
+        assert step._cache_size() == 1
+
 
 class TestFsdp:
+    def test_it_warns_where_nothing_is_large_enough(self):
+        with pytest.warns(UserWarning, match="sharded none of 2 parameters.*min_size=16384"):
+            layout = sharding.fsdp(PARAMS, MESH)
+        assert layout.specs == {"w": P(), "b": P()}
+        sharding.fsdp(PARAMS, make_mesh(1), min_size=2**20)
+
     PARAMS = {
         "large": jnp.ones((64, 256)),
         "stacked": jnp.ones((512, 64, 32)),
@@ -143,7 +170,17 @@ STEP_ERRORS = {
     ),
     "uneven microbatches": (
         lambda layout: make_step(layout=layout, microbatches=8)(layout.place(start()), BATCH),
-        "in 8 microbatches over the 8 devices",
+        "in 8 microbatches over the 8 devices .* or the number of microbatches",
+    ),
+    "scalar in a batch": (lambda layout: layout.place_batch({"x": BATCH, "t": 2.0}), "is a scalar"),
+    "no layout": (lambda _: make_step(layout=MESH), "layout is a Mesh, but must be"),
+    "specs as layout": (
+        lambda layout: jaxmp.value_and_grad(loss_fn, "float32", layout=layout.specs),
+        "layout is a dict, but must be",
+    ),
+    "state without parameters": (
+        lambda layout: layout.place(transform().init(PARAMS)),
+        r"layout.place\(opt_state, params\)",
     ),
     "uneven placed batch": (lambda layout: layout.place_batch(BATCH[:30]), "drop or pad"),
     "state on one device": (
@@ -188,8 +225,17 @@ LAYOUT_ERRORS = {
     ),
     "other structure": (
         lambda: sharding.Layout(MESH, {"w": P("data")}).shardings(PARAMS),
-        "do not fit the parameters",
+        "do not fit the parameters: there is none for 'b'",
     ),
+    "one spec too many": (
+        lambda: sharding.Layout(MESH, {"w": P(), "b": P(), "c": P()}).shardings(PARAMS),
+        "do not fit the parameters: 'c' is no parameter",
+    ),
+    "no place": (lambda: sharding.Layout(MESH, P(P.UNCONSTRAINED)), "or None"),
+    "batch axis twice": (lambda: sharding.Layout(MESH, batch_axes=("data",) * 2), "Name it once"),
+    "no name": (lambda: sharding.Layout(MESH, batch_axes=0), "must be the name of an axis"),
+    "no mesh": (lambda: sharding.fsdp(MESH, PARAMS), "mesh is a dict"),
+    "no devices": (lambda: sharding.Layout(MESH.abstract_mesh).place(PARAMS), "is abstract"),
 }
 
 
@@ -243,6 +289,51 @@ class TestMapped:
             check_vma=False,
         )
 
+    @pytest.mark.parametrize("reduced", [lax.pmean, lambda x, axis: lax.psum(x, axis) / 8])
+    def test_a_loss_that_is_averaged_already_is_an_error(self, reduced):
+        def mean_loss(params, x):
+            return reduced(loss_fn(params, x), "data")
+
+        message = "The loss is the same on all devices along 'data'"
+        for microbatches in (1, 2):
+            step = make_step(loss=mean_loss, axis_name="data", microbatches=microbatches)
+            with pytest.raises(ValueError, match=message):
+                in_shard_map(step, (start(), BATCH))
+        grad_fn = jaxmp.value_and_grad(mean_loss, "float32", axis_name="data")
+        with pytest.raises(ValueError, match=message):
+            in_shard_map(grad_fn, (PARAMS, BATCH))
+        plain = jaxmp.value_and_grad(mean_loss, "float32")
+        _, grads = in_shard_map(plain, (PARAMS, BATCH))
+        expected = jax.grad(loss_fn)(PARAMS, BATCH)["w"]
+        np.testing.assert_allclose(grads["w"], expected, rtol=2.0**-16, atol=2.0**-18)
+
+    def test_gradients_are_not_added_up_unasked(self):
+        def grads(axis_name, own=lambda params: params):
+            def local(params, x):
+                grad_fn = jaxmp.value_and_grad(loss_fn, "float32", axis_name=axis_name)
+                _, grads = grad_fn(own(params), x)
+                return jax.tree.map(lambda g: lax.pmean(g, "data"), grads)
+
+            return in_shard_map(local, (PARAMS, BATCH))["w"]
+
+        with pytest.raises(ValueError, match="the sum over devices, not the mean"):
+            grads(None)
+        expected = jax.grad(loss_fn)(PARAMS, BATCH)["w"]
+        tolerance = {"rtol": 2.0**-16, "atol": 2.0**-18}
+        np.testing.assert_allclose(grads("data"), expected, **tolerance)
+        np.testing.assert_allclose(grads(()), 8 * expected, **tolerance)
+        cast = jaxmp._mapped.vary
+        np.testing.assert_allclose(
+            grads(None, lambda params: cast(params, ("data",))), expected, **tolerance
+        )
+
+    def test_a_layout_is_refused(self):
+        layout = sharding.Layout(MESH)
+        grad_fn = jaxmp.value_and_grad(loss_fn, "float32", layout=layout)
+        for fun, first in ((make_step(layout=layout), start()), (grad_fn, PARAMS)):
+            with pytest.raises(ValueError, match=r"around maps 'data'\. Give axis_name"):
+                in_shard_map(fun, (first, BATCH))
+
     def test_a_name_that_is_not_mapped_is_an_error(self):
         with pytest.raises(ValueError, match="no mapped axis 'data': no axis is mapped"):
             make_step(axis_name="data")(start(), BATCH)
@@ -269,9 +360,14 @@ class TestMapped:
     )
     def test_what_gather_refuses(self, options, specs, message):
         with pytest.raises(ValueError, match=message):
-            in_shard_map(lambda w: sharding.gather(w, "data"), (BATCH,), specs=(specs,), **options)
+            in_shard_map(
+                lambda w: sharding.gather(w, "data", policy="float32"),
+                (BATCH,),
+                specs=(specs,),
+                **options,
+            )
         with pytest.raises(ValueError, match="no axis is mapped here"):
-            sharding.gather(BATCH, "data")
+            sharding.gather(BATCH, "data", policy="float32")
 
     def test_pmap(self):
         step = jax.pmap(make_step(axis_name="i"), axis_name="i", in_axes=(None, 0))
@@ -289,15 +385,16 @@ class TestMapped:
             errors = (batch["x"] @ params["w"] + params["b"]).mean(-1) ** 2 * batch["mask"]
             count = batch["mask"].sum()
             return jaxmp.LossOutput(
-                errors.sum() / jnp.maximum(count, 1),
+                errors.sum() / count,
                 weight=count,
                 metrics={
                     "mean": batch["x"].sum() / count,
                     "count": count.astype(jnp.int32),
                     "all": jnp.all(batch["mask"] == 1),
                     "rows": batch["x"][:, 0],
+                    "positive": batch["x"][:, 0] > 0,
                 },
-                model_state={"seen": model_state["seen"] + jax.random.uniform(rng)},
+                model_state=model_state | {"seen": model_state["seen"] + jax.random.uniform(rng)},
             )
 
         mask = jnp.asarray([1.0] * 4 + [0, 1, 1, 0] + [1.0] * 20 + [0.0] * 4)
@@ -306,7 +403,7 @@ class TestMapped:
             PARAMS,
             transform("float32"),
             rng=jax.random.key(1),
-            model_state={"seen": jnp.float32(0)},
+            model_state={"seen": jnp.float32(0), "key": jax.random.key(2)},
         )
         plain = make_step("float32", own)
         _, want = plain(state, batch)
@@ -318,6 +415,8 @@ class TestMapped:
             assert int(info.metrics["count"]) == int(mask.sum())
             assert not bool(info.metrics["all"])
             np.testing.assert_array_equal(info.metrics["rows"], BATCH[:, 0])
+            np.testing.assert_array_equal(info.metrics["positive"], BATCH[:, 0] > 0, strict=True)
+            assert after.model_state["key"] == jax.random.key(2)
             mean = BATCH[:28].sum() / mask.sum()  # the last device counts for nothing
             np.testing.assert_allclose(info.metrics["mean"], mean, rtol=1e-4)
             key = jax.random.fold_in(jax.random.key(1), 0)

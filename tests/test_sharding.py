@@ -567,3 +567,49 @@ class TestSentByTheProgram:
         w, x = jnp.ones((16, 8)) * 1.001, jnp.ones((32, 16))
         program = jax.make_jaxpr(jaxmp.autocast(loss_fn))(w, x)
         assert dtypes_of(program, "sharding_constraint") == ["float32"]
+
+
+@pytest.mark.parametrize("batch_axes", ["data", "model"])
+@pytest.mark.parametrize("rows", [16, 4])
+def test_grouped_convolutions_beside_another_axis(batch_axes, rows):
+    """XLA by itself multiplies the gradient by the devices along the other axis."""
+    x = jax.random.normal(jax.random.key(0), (rows, 6, 6, 8))
+    params = {
+        "grouped": jax.random.normal(jax.random.key(1), (3, 3, 2, 8)),
+        "depthwise": jax.random.normal(jax.random.key(2), (3, 3, 1, 16)),
+    }
+
+    def loss_fn(params, x):
+        for groups, w in ((4, params["grouped"]), (8, params["depthwise"])):
+            numbers = ("NHWC", "HWIO", "NHWC")
+            x = lax.conv_general_dilated(
+                x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+            )
+        return jnp.mean(x**2)
+
+    layout = sharding.fsdp(params, make_mesh(4, 2), batch_axes=batch_axes, min_size=1)
+    grad_fn = jax.jit(jaxmp.value_and_grad(loss_fn, "float32", layout=layout))
+    loss, grads = grad_fn(layout.place(params), layout.place_batch(x))
+    expected, want = jax.value_and_grad(loss_fn)(params, x)
+    np.testing.assert_allclose(loss, expected, rtol=F32)
+    for name, grad in want.items():
+        np.testing.assert_allclose(grads[name], grad, atol=F32 * np.abs(grad).max())
+
+
+def test_gradients_of_cut_parameters_are_accumulated_in_a_shard_map():
+    specs = {"w": P("data"), "b": P()}
+    params = {"w": jnp.ones((16, 4)), "b": jnp.ones(4)}
+    tx = jaxmp.optim.accumulate(optax.adam(0.1), 2)
+
+    def two_steps(params):
+        state = tx.init(params)
+        for _ in range(2):
+            grads = jax.tree.map(jnp.cos, params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    fun = jax.shard_map(two_steps, mesh=make_mesh(8), in_specs=(specs,), out_specs=specs)
+    found, expected = jax.jit(fun)(params), two_steps(params)
+    for name, leaf in expected.items():
+        np.testing.assert_allclose(found[name], leaf, rtol=8 * U)

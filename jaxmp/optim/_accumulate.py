@@ -10,6 +10,7 @@ from jax import lax
 from jaxmp import _tree
 from jaxmp._dtypes import widened
 from jaxmp._errors import check_count
+from jaxmp._mapped import vary, varying
 from jaxmp.optim._checks import check_structure, inner_update
 from jaxmp.optim._skip import fill_updates, inexact_only, minus_zeros
 
@@ -96,7 +97,7 @@ def accumulate(tx: optax.GradientTransformation, k: int) -> optax.GradientTransf
 
         def wait(sums: Any, total: Any, inner_state: Any, params: Any) -> tuple[Any, Any]:
             shapes, _ = jax.eval_shape(run, sums, total, inner_state, params)
-            return jax.tree.map(minus_zeros, shapes), inner_state
+            return jax.tree.map(_no_update, shapes), inner_state
 
         last = state.calls == k - 1
         arguments = (sums, total, state.inner_state, params)
@@ -113,6 +114,10 @@ def accumulate(tx: optax.GradientTransformation, k: int) -> optax.GradientTransf
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _no_update(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return vary(minus_zeros(like), tuple(varying(like)))  # of the type that a shard_map gives it
 
 
 def _zeros(param: Any) -> jax.Array:
