@@ -1,6 +1,6 @@
 """jaxmp: mixed precision for any JAX training step."""
 
-from jaxmp import checkpoint, fp8, optim, sharding
+from jaxmp import checkpoint, diagnose, fp8, optim, sharding
 from jaxmp._dtypes import half_dtype
 from jaxmp._fp8_report import fp8_report
 from jaxmp._fp8_state import init_fp8_state
@@ -42,6 +42,7 @@ __all__ = [
     "cast_to_half",
     "checkpoint",
     "conv_general_dilated",
+    "diagnose",
     "dot_general",
     "einsum",
     "fp8",

@@ -162,12 +162,15 @@ class Dataflow:
             order of the program.
         carries: what the loops carry.
         outputs: one node for each output.
+        equations: the results of each equation that is no call or loop, used or not, in the order
+            of the program.
     """
 
     inputs: tuple[Node, ...]
     nodes: tuple[Node, ...]
     carries: tuple[Node, ...]
     outputs: tuple[Node, ...]
+    equations: tuple[tuple[Node, ...], ...]
 
     @functools.cached_property
     def users(self) -> dict[int, list[Node]]:
@@ -215,7 +218,8 @@ def dataflow(jaxpr: Any, platform: str | None = None) -> Dataflow:
     live = reaching([*outputs, *effects], lambda node, operand: True)
     nodes = [results[0] for results in builder.equations if live.intersection(map(id, results))]
     carries = [node for node in builder.carries if id(node) in live]
-    return Dataflow(inputs, tuple(nodes), tuple(carries), tuple(outputs))
+    equations = tuple(map(tuple, builder.equations))
+    return Dataflow(inputs, tuple(nodes), tuple(carries), tuple(outputs), equations)
 
 
 def _has_effect(node: Node) -> bool:

@@ -220,6 +220,12 @@ def rank_differs(outer: Any, inner: Any) -> bool:
     return _rank(outer) != _rank(inner)
 
 
+def consts_of_scan(eqn: JaxprEqn, inner: Inner) -> int:
+    """Returns how many inputs of a scan are the same in every turn; they come first."""
+    scanned = sum(map(rank_differs, eqn.invars, inner.jaxpr.invars))
+    return len(eqn.invars) - scanned - len(inner.carries)
+
+
 def _while(eqn: JaxprEqn) -> tuple[Inner, Inner]:
     cond, body = (open_jaxpr(eqn.params[key]) for key in ("cond_jaxpr", "body_jaxpr"))
     cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]

@@ -12,7 +12,7 @@ import pytest
 import jaxmp
 import jaxmp.checkpoint
 import jaxmp.optim
-from jaxmp import fp8, linen, nnx, sharding
+from jaxmp import diagnose, fp8, linen, nnx, sharding
 
 PACKAGE = Path(jaxmp.__file__).parent
 
@@ -50,6 +50,7 @@ LAYERS = {
     "_gradients": 4,
     "train": 4,
     "audit": 5,
+    "diagnose": 5,
     "_modules": 5,
     "_nnx_modules": 5,
     "linen": 5,
@@ -100,12 +101,14 @@ def test_module_imports_nothing_private_of_jax_and_flax_only_in_its_leaves(path)
         assert not name.startswith("flax") or unit_of(path) in {"linen", "nnx", "_nnx_modules"}
 
 
+PUBLIC_MODULES = {"checkpoint", "diagnose", "fp8", "optim", "sharding"}
+
+
 def test_public_names_are_exactly_all():
     public = {
         name
         for name, value in vars(jaxmp).items()
-        if not name.startswith("_")
-        and (not inspect.ismodule(value) or name in {"checkpoint", "fp8", "optim", "sharding"})
+        if not name.startswith("_") and (not inspect.ismodule(value) or name in PUBLIC_MODULES)
     }
     assert public == set(jaxmp.__all__)
 
@@ -115,7 +118,7 @@ def test_every_name_of_jmp_is_there():
 
 
 @pytest.mark.parametrize(
-    "module", [jaxmp, jaxmp.optim, jaxmp.checkpoint, fp8, linen, nnx, sharding]
+    "module", [jaxmp, jaxmp.optim, jaxmp.checkpoint, diagnose, fp8, linen, nnx, sharding]
 )
 def test_every_public_thing_has_a_docstring(module):
     for name in module.__all__:

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 import jax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from jaxmp._jaxpr import Inner, inner_jaxprs
+from jaxmp._jaxpr import Inner, consts_of_scan, inner_jaxprs
 from jaxmp._rebind import evaluate, in_place_of, shard_map_arguments, with_jaxprs
 from jaxmp.autocast import _custom_rules
 from jaxmp.autocast._call import Call
 from jaxmp.autocast._lookahead import DELICATE, Uses, accumulators, is_island
 from jaxmp.autocast._places import of_turn, recomputed, stacked, without_place
 from jaxmp.autocast._region import Region
-from jaxmp.autocast._sites import consts_of_scan
 from jaxmp.autocast._values import FULL, Kind, State, Value, as_written, join, values_of
 from jaxmp.matmul import remat_policy
 

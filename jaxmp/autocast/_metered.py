@@ -12,10 +12,10 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.sharding import PartitionSpec
 
-from jaxmp._jaxpr import Inner, inner_jaxprs
+from jaxmp._jaxpr import Inner, consts_of_scan, inner_jaxprs
 from jaxmp._product import product_p
 from jaxmp._rebind import evaluate, in_place_of, shard_map_arguments
-from jaxmp.autocast._sites import Site, consts_of_scan, is_entered, is_site, weight_side
+from jaxmp.autocast._sites import Site, is_entered, is_site, weight_side
 from jaxmp.fp8._meter import counts, metered
 from jaxmp.fp8._state import Given
 

@@ -11,7 +11,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jaxmp._dtypes import FLOAT32
 from jaxmp._errors import bullet_list
-from jaxmp._jaxpr import Inner, inner_jaxprs, is_placed_call, module_path, rank_differs
+from jaxmp._jaxpr import Inner, consts_of_scan, inner_jaxprs, is_placed_call, module_path
 from jaxmp._product import product_p
 from jaxmp.fp8._state import ProductState, is_delayed
 
@@ -211,12 +211,6 @@ def _is_move(eqn: JaxprEqn) -> bool:
     if eqn.primitive.name == "convert_element_type":
         return eqn.params["new_dtype"] == FLOAT32
     return eqn.primitive.name in _MOVES and len(eqn.invars) == 1
-
-
-def consts_of_scan(eqn: JaxprEqn, inner: Inner) -> int:
-    """Returns how many inputs of a scan are the same in every turn; they come first."""
-    scanned = sum(map(rank_differs, eqn.invars, inner.jaxpr.invars))
-    return len(eqn.invars) - scanned - len(inner.carries)
 
 
 def is_site(eqn: JaxprEqn) -> bool:
